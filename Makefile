@@ -1,0 +1,21 @@
+.PHONY: setup test check demo bench
+run := .venv/bin/python -m
+
+setup:
+	@infra/setup.sh
+
+check: setup
+	$(run) ruff check
+	$(run) ruff format --check
+	$(run) mypy
+	.venv/bin/lint-imports
+
+test: check
+	$(run) pytest
+
+demo: setup
+	.venv/bin/rollbook run infra/configs/smollm2.toml
+	.venv/bin/rollbook audit
+
+bench: setup
+	$(run) tests.bench

@@ -1,0 +1,287 @@
+"""The configuration of a run: one TOML file, every key declared once, unknown keys refused with the nearest known one.
+
+Each stage's behaviour depends on its own section alone (plus `run.seed` and `models`), so that a stage's key names
+exactly what can change its output.
+"""
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from schemas.ids import RunId
+from schemas.rewards import RewardKind
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+UnitFloat = Annotated[float, Field(ge=0, le=1)]
+
+
+class ConfigError(ValueError):
+    """The configuration can't be used; the message names the key, what is wrong and what to do."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class RunSection(Section):
+    """The run as a whole."""
+
+    id: RunId = Field(description="name of the run in the lake; the configuration file's stem if not given")
+    seed: int = Field(0, ge=0, le=2**63 - 1, description="every random draw of the run is derived from it")
+    iterations: PositiveInt = Field(1, description="PPO iterations in all")
+
+
+class ModelsSection(Section):
+    """Where the models come from (folders in Hugging Face layout), and how they compute."""
+
+    policy: str = Field(description="the initial policy")
+    reference: str | None = Field(None, description="the reference policy; the initial policy if not given")
+    critic: str | None = Field(
+        None, description="a sequence classifier to start the critic from; else the policy's backbone and a fresh head"
+    )
+    compute_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="dtype of matrix products in learner and forwards; weights stay float32"
+    )
+
+
+class PromptsSection(Section):
+    """What the policy is asked."""
+
+    source: str = Field(description="a .jsonl, .parquet or .csv file, or any DuckDB query starting with SELECT or FROM")
+    per_iteration: PositiveInt = Field(description="prompts drawn for each iteration")
+    max_prompt_tokens: PositiveInt | None = Field(None, description="longer prompts are rejected")
+    system: str | None = Field(None, description="system message put before prompts that come as chats")
+    chat: bool = Field(False, description="treat a `prompt` text as a user message under the chat template")
+
+
+class RolloutSection(Section):
+    """How responses are sampled. The learner trains on the sampled distribution, so nothing may reshape it."""
+
+    engine: Literal["vllm", "transformers"] = "vllm"
+    samples_per_prompt: PositiveInt = 1
+    max_new_tokens: PositiveInt = Field(description="longest response")
+    max_model_len: PositiveInt | None = Field(None, description="context of the engine; the model's own if not given")
+    temperature: PositiveFloat = Field(1.0, description="applied to every log-prob, on every side")
+    top_p: float = Field(1.0, description="only 1.0: see the error for why")
+    top_k: int = Field(0, description="only 0 (off)")
+    min_p: float = Field(0.0, description="only 0.0 (off)")
+    repetition_penalty: float = Field(1.0, description="only 1.0 (off)")
+    presence_penalty: float = Field(0.0, description="only 0.0 (off)")
+    frequency_penalty: float = Field(0.0, description="only 0.0 (off)")
+    stop: tuple[str, ...] = Field((), description="strings that end a response; kept in it")
+    on_length: Literal["terminate", "truncate"] = Field(
+        "truncate", description="whether the length limit is an end that the task scores, or a cut that is bootstrapped"
+    )
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the rollout engine's weights")
+    kv_cache_gib: PositiveFloat = Field(1.0, description="memory for the engine's KV cache on a CPU")
+    gpu_memory_utilization: UnitFloat = Field(0.5, description="share of a GPU that the engine takes")
+
+    @model_validator(mode="after")
+    def _samples_the_trained_distribution(self) -> "RolloutSection":
+        neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+        neutral |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+        for key, value in neutral.items():
+            if getattr(self, key) != value:
+                raise ValueError(
+                    f"rollout.{key} = {getattr(self, key)} would sample from another distribution than the one whose "
+                    f"log-probs are trained on, which biases every ratio; leave it at {value} and use "
+                    f"rollout.temperature, or set it under [evaluate]"
+                )
+        return self
+
+
+class RewardSource(Section):
+    """One `[[rewards]]` entry. The outcome of a sample is the weighted sum of its sources."""
+
+    name: str = Field(pattern=r"^[A-Za-z][A-Za-z0-9_.-]*$")
+    kind: RewardKind
+    path: str | None = Field(None, description="kind = model: folder of a sequence classifier with one label")
+    function: str | None = Field(
+        None, description="kind = function: module:function over (prompt, response, metadata), returning a number"
+    )
+    weight: float = Field(1.0, allow_inf_nan=False)
+    timeout: PositiveFloat = Field(10.0, description="seconds one call of a function may take")
+
+    @model_validator(mode="after")
+    def _has_what_its_kind_needs(self) -> "RewardSource":
+        needs, other = ("path", "function") if self.kind is RewardKind.MODEL else ("function", "path")
+        if getattr(self, needs) is None or getattr(self, other) is not None:
+            raise ValueError(f'reward {self.name!r} of kind "{self.kind}" needs `{needs}` and no `{other}`')
+        if self.function is not None and self.function.count(":") != 1:
+            raise ValueError(f"reward {self.name!r}: function must read module:function, not {self.function!r}")
+        return self
+
+
+class ScoreSection(Section):
+    """How responses are scored."""
+
+    batch_tokens: PositiveInt = Field(4096, description="tokens (padding included) in one batched forward")
+
+
+class AdvantagesSection(Section):
+    """Masks, KL in the reward, GAE and whitening (conventions C1 to C6)."""
+
+    gamma: UnitFloat = 1.0
+    lam: UnitFloat = Field(0.95, description="lambda of GAE")
+    kl_coef: NonNegativeFloat = Field(0.05, description="beta of r[t] = -beta * kl[t]")
+    whiten: bool = True
+    max_staleness: NonNegativeInt = Field(0, description="older samples are dropped")
+
+
+class TrainSection(Section):
+    """The PPO update."""
+
+    epochs: PositiveInt = 1
+    minibatch_size: PositiveInt = Field(description="samples an optimizer step sees")
+    micro_batch_size: PositiveInt = Field(
+        8, description="samples in one forward and backward; no effect on the gradient"
+    )
+    actor_lr: NonNegativeFloat = 1e-6
+    critic_lr: NonNegativeFloat = 1e-5
+    warmup_steps: NonNegativeInt = Field(0, description="optimizer steps over which both learning rates rise from 0")
+    weight_decay: NonNegativeFloat = 0.0
+    adam_betas: tuple[UnitFloat, UnitFloat] = (0.9, 0.999)
+    adam_eps: PositiveFloat = 1e-8
+    actor_grad_clip: PositiveFloat = Field(1.0, description="largest gradient norm of the actor")
+    critic_grad_clip: PositiveFloat = Field(1.0, description="largest gradient norm of the critic")
+    clip: PositiveFloat = Field(0.2, description="epsilon of the clipped surrogate")
+    value_clip: PositiveFloat | None = Field(0.2, description="range of the value clipping; unset for none")
+    target_kl: PositiveFloat | None = Field(None, description="stop the iteration's updates above this approximate KL")
+    loss_reduction: Literal["token", "sequence"] = "token"
+    zero_stage: Literal[0, 1, 2, 3] = Field(0, description="DeepSpeed ZeRO stage")
+    gradient_checkpointing: bool = False
+    record_tokens: bool = Field(False, description="write token_updates")
+
+
+class SyncSection(Section):
+    """How a new policy is admitted to the rollout engine."""
+
+    tolerance: PositiveFloat = Field(
+        1e-3, description="largest mean |engine - learner| log-prob on the probe batch, in nats"
+    )
+    probe_samples: PositiveInt = Field(4, description="samples of the iteration that serve as the probe batch")
+
+
+class EvaluateSection(Section):
+    """Held-out prompts, for the policy and the reference side by side."""
+
+    source: str | None = Field(None, description="held-out prompts, as in prompts.source; no evaluation if not given")
+    every: PositiveInt = Field(1, description="evaluate every so many iterations, and after the last one")
+    temperature: NonNegativeFloat = Field(0.0, description="0 is greedy")
+    top_p: float = Field(1.0, gt=0, le=1)
+    max_new_tokens: PositiveInt | None = Field(None, description="rollout.max_new_tokens if not given")
+
+
+class CheckpointSection(Section):
+    """Which learner states are kept. Others are rebuilt by folding the stored experience."""
+
+    every: PositiveInt = Field(1, description="save the learner every so many iterations, and after the last one")
+    keep: PositiveInt = Field(2, description="saved states to keep, newest first")
+
+
+class Config(Section):
+    run: RunSection
+    models: ModelsSection
+    prompts: PromptsSection
+    rollout: RolloutSection
+    rewards: tuple[RewardSource, ...] = Field(min_length=1)
+    score: ScoreSection = ScoreSection()
+    advantages: AdvantagesSection = AdvantagesSection()
+    train: TrainSection
+    sync: SyncSection = SyncSection()
+    evaluate: EvaluateSection = EvaluateSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> "Config":
+        names = [r.name for r in self.rewards]
+        if len(set(names)) < len(names):
+            raise ValueError(f"rewards need different names, got {names}")
+        return self
+
+
+def load(path: str | Path, overrides: tuple[str, ...] = ()) -> Config:
+    """Reads a TOML file and applies `a.b=c` overrides. Relative model and prompt paths stay as written.
+
+    Raises ConfigError with the file, the key and the way out.
+    """
+    path = Path(path)
+    try:
+        raw = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"no configuration file at {path}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    for override in overrides:
+        _apply(raw, override)
+    if isinstance(raw.get("run", {}), dict):
+        raw.setdefault("run", {}).setdefault("id", path.stem)
+    return parse(raw, str(path))
+
+
+def parse(raw: dict[str, Any], where: str) -> Config:
+    """Builds a Config from plain data, or raises ConfigError that lists every problem, one a line."""
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as error:
+        lines = [_explain(problem) for problem in error.errors()]
+        raise ConfigError(f"{where}: " + "\n  ".join(["the configuration can't be used:", *lines])) from None
+
+
+def _apply(raw: dict[str, Any], override: str) -> None:
+    """Sets one `a.b=c`; the value is read as TOML, or as a plain string where it isn't TOML."""
+    key, equals, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise ConfigError(f"--set takes section.key=value, not {override!r}")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    at: Any = raw
+    for part in parts[:-1]:
+        at = at[_index(at, part, override)] if isinstance(at, list) else at.setdefault(part, {})
+        if not isinstance(at, (dict, list)):
+            raise ConfigError(f"--set {override}: {part} is a value, not a section")
+    if isinstance(at, list):
+        at[_index(at, parts[-1], override)] = value
+    else:
+        at[parts[-1]] = value
+
+
+def _index(entries: list[Any], part: str, override: str) -> int:
+    if part.isdigit() and int(part) < len(entries):
+        return int(part)
+    raise ConfigError(f"--set {override}: {part!r} must be a number from 0 to {len(entries) - 1}")
+
+
+def _explain(problem: Any) -> str:
+    location = [str(part) for part in problem["loc"]]
+    key = ".".join(location)
+    if problem["type"] == "extra_forbidden":
+        known = known_keys()
+        pattern = ".".join("*" if part.isdigit() else part for part in location)
+        near = difflib.get_close_matches(pattern, known, n=1, cutoff=0.5) or difflib.get_close_matches(
+            location[-1], [k.split(".")[-1] for k in known], n=1, cutoff=0.5
+        )
+        return f"unknown key {key}" + (f"; did you mean {near[0]}?" if near else "")
+    if problem["type"] == "missing":
+        return f"missing key {key}"
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"{key}: {message}" if key else message
+
+
+def known_keys() -> list[str]:
+    """Every key of the configuration, `rewards.*.` for those of a reward source."""
+    keys = []
+    for name, section in Config.model_fields.items():
+        model: Any = RewardSource if name == "rewards" else section.annotation
+        prefix = "rewards.*." if name == "rewards" else f"{name}."
+        keys += [prefix + key for key in model.model_fields]
+    return keys

@@ -1,0 +1,27 @@
+"""policies: every version of the policy and how it reached the rollout engine."""
+
+from schemas.columns import FLOAT32, INT32, INT64, ITERATION, POLICY_VERSION, RUN_ID, STRING, Column, Table
+
+TABLE = Table(
+    name="policies",
+    stage="sync",
+    meaning="one row a policy version: its parent, weights digest, and the proof that the engine holds it",
+    key=("policy_version",),
+    columns=(
+        RUN_ID,
+        ITERATION,
+        POLICY_VERSION,
+        Column("parent", INT32, "the version it was trained from; null for the initial policy", nullable=True),
+        Column("weights_digest", STRING, "SHA-256 over the actor's tensors, by name"),
+        Column(
+            "learner_path", STRING, "the saved learner state, relative to the run; null if not saved", nullable=True
+        ),
+        Column("sync_method", STRING, "how the weights reached the engine", enum=True),
+        Column("bytes", INT64, "bytes of weights sent", unit="bytes"),
+        Column("tensors_sent", INT32, "number of tensors sent"),
+        Column("probe_tokens", INT32, "tokens in the probe batch", unit="tokens"),
+        Column("probe_logp_diff_mean", FLOAT32, "mean |engine - learner| log-prob on the probe batch", unit="nats"),
+        Column("probe_logp_diff_max", FLOAT32, "largest |engine - learner| log-prob on the probe batch", unit="nats"),
+        Column("seconds", FLOAT32, "time the sync took", unit="s", volatile=True),
+    ),
+)

@@ -1,0 +1,44 @@
+"""rewards: what every reward source said of every response, failures included."""
+
+from enum import StrEnum
+
+from schemas.columns import FLOAT32, ITERATION, RUN_ID, SAMPLE_ID, STRING, Column, Table, ragged
+
+
+class RewardStatus(StrEnum):
+    """How scoring one response by one source ended. Only `ok` carries a number."""
+
+    OK = "ok"
+    NONE = "none"
+    TIMEOUT = "timeout"
+    ERROR = "error"
+    NONFINITE = "nonfinite"
+
+
+class RewardKind(StrEnum):
+    """What kind of source a reward comes from."""
+
+    MODEL = "model"
+    FUNCTION = "function"
+
+
+TABLE = Table(
+    name="rewards",
+    stage="score",
+    meaning="one row a (sample, source): the raw score, its value after shaping, and how scoring ended",
+    key=("sample_id", "source"),
+    columns=(
+        RUN_ID,
+        ITERATION,
+        SAMPLE_ID,
+        Column("source", STRING, "name of the reward source in the configuration", enum=True),
+        Column("kind", STRING, "model or function", enum=True),
+        Column("raw", FLOAT32, "the score as the source gave it; null unless status is ok", nullable=True),
+        Column("value", FLOAT32, "the score after shaping; null unless status is ok", nullable=True),
+        Column("weight", FLOAT32, "the source's weight in the outcome"),
+        Column("status", STRING, "ok, none, timeout, error or nonfinite", enum=True),
+        Column("detail", STRING, "what went wrong, in words", nullable=True),
+        Column("process", ragged(FLOAT32), "score per token, from a process reward model", nullable=True),
+        Column("seconds", FLOAT32, "time spent on this row", unit="s", volatile=True),
+    ),
+)

@@ -1,0 +1,56 @@
+"""updates: one row an optimizer step. A metric is null where the step was not taken or gave no finite number."""
+
+from schemas.columns import (
+    BOOL,
+    FLOAT32,
+    INT32,
+    ITERATION,
+    RUN_ID,
+    STRING,
+    Column,
+    Table,
+    ragged,
+)
+
+
+def _number(name: str, meaning: str, unit: str = "", *, volatile: bool = False) -> Column:
+    return Column(name, FLOAT32, meaning, unit=unit, nullable=True, volatile=volatile)
+
+
+TABLE = Table(
+    name="updates",
+    stage="train",
+    meaning="one row an optimizer step: what it trained on, every loss and every health metric",
+    key=("iteration", "step"),
+    columns=(
+        RUN_ID,
+        ITERATION,
+        Column("policy_version", INT32, "version of the policy that the step starts from"),
+        Column("step", INT32, "step within the iteration, from 0"),
+        Column("epoch", INT32, "pass over the batch, from 0"),
+        Column("minibatch", INT32, "minibatch within the epoch, from 0"),
+        Column("sample_ids", ragged(STRING), "the samples of the minibatch, in training order", shape="[num_samples]"),
+        Column("tokens", INT32, "action tokens in the minibatch", unit="tokens"),
+        _number("policy_loss", "clipped surrogate loss"),
+        _number("value_loss", "value loss, clipped where configured"),
+        _number("entropy", "mean entropy of the sampled distribution over action tokens", "nats"),
+        _number("ratio_mean", "mean of exp(new_logp - old_logp) over action tokens"),
+        _number("ratio_std", "population standard deviation of the ratio"),
+        _number("ratio_min", "smallest ratio"),
+        _number("ratio_max", "largest ratio"),
+        _number("ratio_outside_fraction", "share of tokens whose ratio lies outside the clip range"),
+        _number("clip_fraction", "share of tokens for which the clipped branch was chosen"),
+        _number("value_clip_fraction", "share of tokens for which the clipped value loss was chosen"),
+        _number("approx_kl", "approximate KL(old || new) before the step", "nats"),
+        Column("approx_kl_estimator", STRING, "name of the estimator: k1, k2 or k3", enum=True),
+        _number("explained_variance", "1 - var(returns - value) / var(returns)"),
+        _number("return_variance", "var(returns), the denominator of explained_variance"),
+        _number("actor_grad_norm", "gradient norm of the actor before clipping"),
+        _number("critic_grad_norm", "gradient norm of the critic before clipping"),
+        _number("actor_lr", "learning rate of the actor in this step"),
+        _number("critic_lr", "learning rate of the critic in this step"),
+        Column("skipped", BOOL, "the optimizer did not step (non-finite gradient)"),
+        Column("stopped_early", BOOL, "approx_kl passed the target: neither this step nor a later one was taken"),
+        _number("seconds", "wall time of the step", "s", volatile=True),
+    ),
+)
