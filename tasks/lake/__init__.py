@@ -1,0 +1,1 @@
+"""The lake: shards and manifests. Write, commit, read, digest."""
