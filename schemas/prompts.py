@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 
-from schemas.columns import INT32, ITERATION, PROMPT_ID, RUN_ID, STRING, Column, Table, ragged
+from schemas.columns import BOOL, INT32, ITERATION, PROMPT_ID, RUN_ID, STRING, Column, Table, ragged
 
 
 class Rejected(StrEnum):
@@ -25,6 +25,7 @@ TABLE = Table(
         Column("source_digest", STRING, "SHA-256 of the pool's content", enum=True),
         Column("epoch", INT32, "how often the pool had been used up before this draw"),
         Column("text", STRING, "the prompt's text, or its messages as JSON when it came as a chat"),
+        Column("chat", BOOL, "true where text holds messages as JSON"),
         Column("metadata", STRING, "the pool's other columns of this prompt, as a JSON object; given to rewards"),
         Column("prompt_token_ids", ragged(INT32), "the ids the policy sees", shape="[prompt_len]", minimum=0),
         Column("prompt_len", INT32, "number of prompt tokens", unit="tokens"),
