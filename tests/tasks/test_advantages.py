@@ -1,0 +1,416 @@
+"""The advantages stage on a lake written by hand: what experience says of every kind of row."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from schemas.config import parse
+from schemas.experience import TABLE
+from schemas.manifest import Manifest, StageName
+from tasks import advantages as stage
+from tasks.advantages import advantages
+from tasks.lake.runs import RunRecord
+from tasks.stage import At, Committed, KeyMismatch, Result, StageError, Staging, run_stage
+
+
+def row(sample_id: str, logp: list[float], **changes: Any) -> dict[str, Any]:
+    """A response whose reference agrees with it and whose values are 0, that stopped and was scored 1."""
+    n = len(logp)
+    return {
+        "sample_id": sample_id,
+        "logp": logp,
+        "ref_logp": logp,
+        "value": [0.0] * n,
+        "bootstrap_value": None,
+        "action_mask": [True] * n,
+        "finish_reason": "stop",
+        "terminated": True,
+        "truncated": False,
+        "policy_version": 5,
+        "rewards": [("r", 1.0, "ok")],
+        **changes,
+    }
+
+
+CUT = {"finish_reason": "length", "terminated": False, "truncated": True}
+
+
+def write_rollouts(rows: list[dict[str, Any]]) -> Callable[[Staging], Result]:
+    def body(staging: Staging) -> Result:
+        n = len(rows)
+        columns = {
+            "sample_id": [r["sample_id"] for r in rows],
+            "prompt_id": ["p-000000"] * n,
+            "group_index": [0] * n,
+            "policy_version": [r["policy_version"] for r in rows],
+            "prompt_token_ids": [[1]] * n,
+            "response_token_ids": [[7] * len(r["logp"]) for r in rows],
+            "response_len": [len(r["logp"]) for r in rows],
+            "behavior_logp": [r["logp"] for r in rows],
+            "action_mask": [r["action_mask"] for r in rows],
+            "token_policy_version": [[r["policy_version"]] * len(r["logp"]) for r in rows],
+            "finish_reason": [r["finish_reason"] for r in rows],
+            "terminated": [r["terminated"] for r in rows],
+            "truncated": [r["truncated"] for r in rows],
+            "stop_token_id": [None] * n,
+            "stop_string": [None] * n,
+            "max_tokens": [100] * n,
+            "cap_reason": ["length"] * n,
+            "seed": [0] * n,
+            "text": [""] * n,
+        }
+        staging.write("rollouts", columns)
+        return Result(n)
+
+    return body
+
+
+def write_scores(rows: list[dict[str, Any]]) -> Callable[[Staging], Result]:
+    def body(staging: Staging) -> Result:
+        n = len(rows)
+        rewards = [(r["sample_id"], *reward) for r in rows for reward in r["rewards"]]
+        staging.write(
+            "rewards",
+            {
+                "sample_id": [sample for sample, _, _, _ in rewards],
+                "source": [source for _, source, _, _ in rewards],
+                "kind": ["function"] * len(rewards),
+                "raw": [value for _, _, value, _ in rewards],
+                "value": [value for _, _, value, _ in rewards],
+                "weight": [{"r": 1.0, "half": 0.5}[source] for _, source, _, _ in rewards],
+                "status": [status for _, _, _, status in rewards],
+                "detail": [None] * len(rewards),
+                "process": [None] * len(rewards),
+                "seconds": [0.0] * len(rewards),
+            },
+        )
+        forwards = {
+            "sample_id": [r["sample_id"] for r in rows],
+            "policy_version": [r["policy_version"] for r in rows],
+            "learner_logp": [r["logp"] for r in rows],
+            "ref_logp": [r["ref_logp"] for r in rows],
+            "value": [r["value"] for r in rows],
+            "bootstrap_value": [r["bootstrap_value"] for r in rows],
+            "learner_digest": ["a"] * n,
+            "ref_digest": ["b"] * n,
+            "critic_digest": ["c"] * n,
+        }
+        staging.write("forwards", forwards)
+        return Result(n)
+
+    return body
+
+
+@pytest.fixture
+def run_advantages(tmp_lake: Path):
+    """Commits rollouts and scores by hand, runs the stage, and returns its manifest and its rows by sample_id."""
+
+    def run(
+        rows: list[dict[str, Any]],
+        *,
+        scores: list[dict[str, Any]] | None = None,
+        sources: tuple[str, ...] = ("r",),
+        iteration: int = 0,
+        version: int = 5,
+        **settings: Any,
+    ) -> tuple[Manifest, dict[str, dict[str, Any]]]:
+        at, rollouts, scored = commit(
+            tmp_lake, rows, rows if scores is None else scores, sources, iteration, settings, version
+        )
+        committed = advantages(at, rollouts, scored)
+        manifest = at.run.committed(iteration, StageName.ADVANTAGES)
+        assert committed.digest == manifest.digest
+        return manifest, {r["sample_id"]: r for r in at.run.read(manifest, "experience").to_pylist()}
+
+    return run
+
+
+def commit(
+    lake: Path,
+    rows: list[dict[str, Any]],
+    scores: list[dict[str, Any]],
+    sources: tuple[str, ...],
+    iteration: int,
+    settings: dict[str, Any],
+    version: int,
+) -> tuple[At, Committed, Committed]:
+    raw = {
+        "run": {"id": "r-test"},
+        "models": {"policy": "none"},
+        "prompts": {"source": "none.jsonl", "per_iteration": 1},
+        "rollout": {"max_new_tokens": 100},
+        "rewards": [{"name": name, "kind": "function", "function": "a:b"} for name in sources],
+        "advantages": {"kl_coef": 0.0, "whiten": False, "gamma": 1.0, "lam": 1.0, **settings},
+        "train": {"minibatch_size": 1},
+    }
+    at = At(str(lake), "r-test", iteration)
+    at.run.write_record(RunRecord(config=parse(raw, "the test"), digests={}), iteration)
+    rollouts = run_stage(at, StageName.ROLLOUT, write_rollouts(rows), section={}, version=version)
+    scored = run_stage(at, StageName.SCORE, write_scores(scores), section={}, version=version, inputs=[rollouts])
+    return at, rollouts, scored
+
+
+def test_a_row_of_experience_from_the_log_probs_to_the_return(run_advantages):
+    # S15 (k1 and its reward part) and S06 (one outcome at the last action), in one row, by hand:
+    # kl [0.5, -1, 0], r = -0.1 * kl + [0, 0, 1] = [-0.05, 0.1, 1], V = [0.2, 0.3, 0.4], gamma 1, lambda 0.5
+    # d = [-0.05 + 0.3 - 0.2, 0.1 + 0.4 - 0.3, 1 - 0.4] = [0.05, 0.2, 0.6]; A = [0.05 + 0.25, 0.2 + 0.3, 0.6]
+    manifest, rows = run_advantages(
+        [row("s-a", [-1.0, -2.0, -0.5], ref_logp=[-1.5, -1.0, -0.5], value=[0.2, 0.3, 0.4])], kl_coef=0.1, lam=0.5
+    )
+    got = rows["s-a"]
+    assert got["score_index"] == 2
+    assert got["score_mask"] == [False, False, True]
+    assert got["action_mask"] == got["value_mask"] == [True, True, True]
+    assert got["transition_mask"] == got["continuation_mask"] == got["bootstrap_mask"] == [True, True, False]
+    assert got["old_logp"] == [-1.0, -2.0, -0.5]
+    assert got["sampled_kl"] == [0.5, -1.0, 0.0]
+    assert got["shaped_reward"] == pytest.approx([-0.05, 0.1, 1.0])
+    assert got["raw_advantage"] == got["advantage"] == pytest.approx([0.3, 0.5, 0.6])
+    assert got["returns"] == pytest.approx([0.5, 0.8, 1.0])
+    assert got["outcome"] == 1.0
+    assert got["reward_sum"] == pytest.approx(1.05)
+    assert got["kl_sum"] == pytest.approx(-0.5)
+    assert got["kl_coef_used"] == pytest.approx(0.1)
+    assert got["importance_weight"] == 1.0
+    assert got["dropped"] is None
+    assert got["policy_version"] == 5
+    assert (manifest.rows_used, manifest.rows_dropped) == (1, {})
+    assert manifest.policy_version_out == 5
+    assert manifest.facts["kl_coef"] == 0.1
+
+
+def test_s09_truncation_bootstraps_and_termination_does_not(run_advantages):
+    logp, value = [-1.0] * 3, [0.2, 0.3, 0.4]
+    _, rows = run_advantages(
+        [
+            row("s-cut", logp, value=value, bootstrap_value=0.6, rewards=[("r", 0.5, "ok")], **CUT),
+            row("s-end", logp, value=value, rewards=[("r", 0.5, "ok")]),
+        ],
+        gamma=0.9,
+        lam=0.8,
+    )
+    assert rows["s-cut"]["raw_advantage"] == pytest.approx([0.444976, 0.5208, 0.64])
+    assert rows["s-cut"]["returns"] == pytest.approx([0.644976, 0.8208, 1.04])
+    assert rows["s-cut"]["bootstrap_mask"] == [True, True, True]
+    assert rows["s-cut"]["continuation_mask"] == [True, True, False]
+    assert rows["s-end"]["raw_advantage"] == pytest.approx([0.16504, 0.132, 0.1])
+    assert rows["s-end"]["returns"] == pytest.approx([0.36504, 0.432, 0.5])
+
+
+def test_s11_tool_tokens_are_skipped_and_carry_nothing(run_advantages):
+    mask = [True, True, False, False, True]
+    _, rows = run_advantages(
+        [
+            row(
+                "s-a",
+                [-1.0] * 5,
+                ref_logp=[-1.0, -1.0, -9.0, -9.0, -1.0],
+                value=[0.5, 0.4, 9, 9, 0.2],
+                action_mask=mask,
+            )
+        ],
+        gamma=0.9,
+        lam=0.5,
+        kl_coef=0.1,
+    )
+    got = rows["s-a"]
+    assert got["raw_advantage"] == pytest.approx([-0.077, 0.14, 0, 0, 0.8])
+    assert got["sampled_kl"] == [0.0] * 5
+    assert got["shaped_reward"] == [0.0, 0.0, 0.0, 0.0, 1.0]
+    assert got["value_mask"] == mask
+    assert got["transition_mask"] == [True, True, False, False, False]
+
+
+def test_the_last_action_before_trailing_tool_tokens_takes_the_outcome(run_advantages):
+    _, rows = run_advantages([row("s-a", [-1.0] * 3, action_mask=[True, True, False])])
+    assert rows["s-a"]["score_index"] == 1
+    assert rows["s-a"]["shaped_reward"] == [0.0, 1.0, 0.0]
+
+
+def test_the_outcome_is_the_weighted_sum_of_its_sources(run_advantages):
+    rewards = [("half", 3.0, "ok"), ("r", 1.0, "ok")]
+    _, rows = run_advantages([row("s-a", [-1.0], rewards=rewards)], sources=("r", "half"))
+    assert rows["s-a"]["outcome"] == 2.5
+    assert rows["s-a"]["shaped_reward"] == [2.5]
+
+
+@pytest.mark.parametrize("status", ["none", "timeout", "error", "nonfinite"])
+def test_s36_s38_a_failed_score_is_no_zero_and_drops_its_row_alone(run_advantages, status):
+    manifest, rows = run_advantages(
+        [
+            row("s-a", [-1.0], rewards=[("r", 1.0, "ok")]),
+            row("s-b", [-1.0, -2.0], ref_logp=[-1.5, -2.0], value=[0.5, 0.5], rewards=[("r", None, status)]),
+            row("s-c", [-1.0], rewards=[("r", 3.0, "ok")]),
+            row("s-d", [-1.0], rewards=[("r", 0.0, "ok")]),
+        ],
+        kl_coef=0.1,
+        whiten=True,
+    )
+    failed = rows["s-b"]
+    assert failed["dropped"] == "reward_failed"
+    assert failed["outcome"] is None
+    assert failed["score_index"] == 1
+    assert failed["score_mask"] == [False, False]
+    assert failed["sampled_kl"] == [0.5, 0.0]
+    assert failed["shaped_reward"] == pytest.approx([-0.05, 0.0])
+    assert failed["advantage"] == [0.0, 0.0]
+    assert failed["importance_weight"] == 0.0
+    # whitened over 1, 3 and the true zero alone: mean 4/3, population variance 14/9
+    assert [rows[s]["advantage"][0] for s in ("s-a", "s-c", "s-d")] == pytest.approx(
+        [(x - 4 / 3) / np.sqrt(14 / 9) for x in (1, 3, 0)]
+    )
+    assert (manifest.rows_used, manifest.rows_dropped) == (3, {"reward_failed": 1})
+
+
+def test_one_failed_source_of_two_drops_the_row(run_advantages):
+    rewards = [("r", 1.0, "ok"), ("half", None, "timeout")]
+    _, rows = run_advantages([row("s-a", [-1.0], rewards=rewards)], sources=("r", "half"))
+    assert rows["s-a"]["dropped"] == "reward_failed"
+    assert rows["s-a"]["outcome"] is None
+
+
+def test_s51_rows_older_than_the_bound_are_dropped(run_advantages):
+    samples = [row(f"s-v{version}", [-1.0], policy_version=version) for version in (5, 4, 3, 2)]
+    manifest, rows = run_advantages(samples, max_staleness=2, version=5)
+    assert [rows[f"s-v{version}"]["dropped"] for version in (5, 4, 3, 2)] == [None, None, None, "stale"]
+    assert rows["s-v2"]["outcome"] == 1.0  # known, though not trained on
+    assert (manifest.rows_used, manifest.rows_dropped) == (3, {"stale": 1})
+
+
+def test_s51_the_first_update_trains_rows_of_version_0(run_advantages):
+    manifest, rows = run_advantages([row("s-a", [-1.0], policy_version=0)], version=0, max_staleness=0)
+    assert rows["s-a"]["dropped"] is None
+    assert manifest.policy_version_in == 0
+
+
+def test_a_sample_from_the_future_is_an_error(run_advantages):
+    with pytest.raises(ValueError, match="1 policy versions newer"):
+        run_advantages([row("s-a", [-1.0], policy_version=6)], version=5)
+
+
+def test_a_row_without_an_action_has_no_score_index(run_advantages):
+    manifest, rows = run_advantages(
+        [row("s-empty", []), row("s-tool", [-1.0], action_mask=[False]), row("s-a", [-1.0])]
+    )
+    for sample in ("s-empty", "s-tool"):
+        assert rows[sample]["dropped"] == "no_action"
+        assert rows[sample]["score_index"] is None
+        assert rows[sample]["outcome"] is None
+        assert rows[sample]["reward_sum"] == 0.0
+    assert rows["s-tool"]["score_mask"] == rows["s-tool"]["value_mask"] == [False]
+    assert (manifest.rows_used, manifest.rows_dropped) == (1, {"no_action": 2})
+
+
+def test_s28_an_answer_that_is_nothing_but_a_stop_token_is_trained_on(run_advantages):
+    _, rows = run_advantages([row("s-a", [-0.1], value=[0.3], rewards=[("r", -1.0, "ok")])])
+    assert rows["s-a"]["raw_advantage"] == pytest.approx([-1.3])
+    assert rows["s-a"]["returns"] == pytest.approx([-1.0])
+
+
+@pytest.mark.parametrize("rewards", [[], [("r", None, "none")]])
+def test_an_episode_cut_from_outside_without_an_outcome_is_bootstrapped_not_scored(run_advantages, rewards):
+    cut = CUT | {"finish_reason": "abort"}
+    manifest, rows = run_advantages(
+        [row("s-a", [-1.0, -1.0], value=[0.2, 0.3], bootstrap_value=0.6, rewards=rewards, **cut)]
+    )
+    got = rows["s-a"]
+    assert got["score_mask"] == [False, False]
+    assert got["outcome"] is None
+    assert got["dropped"] is None
+    assert got["shaped_reward"] == [0.0, 0.0]
+    assert got["raw_advantage"] == pytest.approx([0.4, 0.3])  # 0.6 - V
+    assert manifest.rows_used == 1
+
+
+def test_an_aborted_episode_that_was_scored_keeps_its_outcome_and_a_failure_drops_it(run_advantages):
+    cut = CUT | {"finish_reason": "abort", "bootstrap_value": 0.5}
+    _, rows = run_advantages(
+        [row("s-ok", [-1.0], **cut), row("s-failed", [-1.0], rewards=[("r", None, "error")], **cut)]
+    )
+    assert rows["s-ok"]["shaped_reward"] == [1.0]
+    assert rows["s-failed"]["dropped"] == "reward_failed"
+
+
+def test_s13_whitening_is_global_over_valid_tokens_whatever_the_shards(run_advantages, monkeypatch):
+    def sample(name: str, rewards: list[float]) -> dict[str, Any]:
+        # gamma 0: the advantage of a token is its reward; here the reward is -kl of the token
+        return row(name, [-10.0] * len(rewards), ref_logp=[r - 10.0 for r in rewards], rewards=[("r", 0.0, "ok")])
+
+    samples = [sample("s-a", [1.0, 3.0]), sample("s-b", [5.0])]
+    results = []
+    for iteration, size in enumerate((1 << 21, 1)):
+        monkeypatch.setattr(stage, "SHARD_TOKENS", size)
+        manifest, rows = run_advantages(samples, iteration=iteration, kl_coef=1.0, gamma=0.0, whiten=True)
+        results.append([*rows["s-a"]["advantage"], *rows["s-b"]["advantage"]])
+        assert len(manifest.outputs) == 1 + iteration
+        assert manifest.facts["raw_advantage_mean"] == pytest.approx(3.0)
+    assert results[0] == pytest.approx([-1.224745, 0.0, 1.224745], abs=1e-6)
+    assert results[1] == pytest.approx(results[0], abs=1e-6)
+
+
+def test_s14_whitening_a_single_token_gives_zero(run_advantages):
+    _, rows = run_advantages([row("s-a", [-1.0], rewards=[("r", 0.7, "ok")])], whiten=True)
+    assert rows["s-a"]["advantage"] == [0.0]
+
+
+def test_s83_no_rows_make_an_empty_shard_of_the_full_schema(run_advantages, tmp_lake):
+    manifest, rows = run_advantages([], whiten=True)
+    assert rows == {}
+    assert [o.rows for o in manifest.outputs] == [0]
+    assert (manifest.rows_used, manifest.rows_dropped) == (0, {})
+    at = At(str(tmp_lake), "r-test", 0)
+    assert at.run.read(manifest, "experience").schema.equals(TABLE.arrow)
+
+
+def test_when_every_row_is_dropped_nothing_is_whitened(run_advantages):
+    manifest, rows = run_advantages([row("s-a", [-1.0], rewards=[("r", None, "error")])], whiten=True)
+    assert rows["s-a"]["advantage"] == [0.0]
+    assert manifest.facts["tokens"] == 0
+
+
+def test_rows_are_joined_by_sample_id_not_by_position(run_advantages):
+    samples = [row(f"s-{k}", [-1.0] * k, value=[float(k)] * k, rewards=[("r", 10.0 * k, "ok")]) for k in (1, 2, 3)]
+    first = run_advantages(samples)[1]
+    second = run_advantages(samples, scores=samples[::-1], iteration=1)[1]
+    for sample, got in second.items():
+        assert {**got, "iteration": 0} == first[sample]
+
+
+def test_a_sample_that_was_not_scored_is_named(run_advantages):
+    samples = [row("s-a", [-1.0]), row("s-b", [-1.0])]
+    with pytest.raises(StageError, match=r"s-b was not scored once by each of the 1 reward sources"):
+        run_advantages(samples, scores=[samples[0], row("s-b", [-1.0], rewards=[])])
+    with pytest.raises(StageError, match=r"s-b has no forwards"):
+        run_advantages(samples, scores=samples[:1], iteration=1)
+    with pytest.raises(StageError, match=r"s-b has rewards but is not among the rollouts"):
+        run_advantages(samples[:1], scores=samples, iteration=2)
+    with pytest.raises(StageError, match=r"s-b has another length"):
+        run_advantages(samples, scores=[samples[0], row("s-b", [-1.0, -1.0])], iteration=3)
+
+
+def test_a_truncated_row_without_a_bootstrap_value_is_named(run_advantages):
+    with pytest.raises(StageError, match=r"s-b is truncated but has no bootstrap_value"):
+        run_advantages([row("s-a", [-1.0]), row("s-b", [-1.0], **CUT)])
+
+
+def test_the_stage_stands_under_an_equal_key_and_is_refused_under_another(tmp_lake):
+    samples = [row("s-a", [-1.0])]
+    at, rollouts, scored = commit(tmp_lake, samples, samples, ("r",), 0, {}, 5)
+    first = advantages(at, rollouts, scored)
+    assert advantages(at, rollouts, scored) == first
+    at, rollouts, scored = commit(tmp_lake, samples, samples, ("r",), 0, {"lam": 0.5}, 5)
+    with pytest.raises(KeyMismatch, match=r"lam.*1.0.*0.5"):
+        advantages(at, rollouts, scored)
+
+
+def test_every_declared_column_is_written_without_nan(run_advantages, tmp_lake):
+    manifest, _ = run_advantages(
+        [row("s-a", [-1.0, -2.0]), row("s-b", [-1.0], bootstrap_value=0.1, **CUT)], whiten=True
+    )
+    data = At(str(tmp_lake), "r-test", 0).run.read(manifest, "experience")
+    assert data.column_names == TABLE.arrow.names
+    assert pa.types.is_list(data.schema.field("advantage").type)
