@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from schemas.config import Config
 from schemas.manifest import Manifest, StageName, canonical, digest_of
@@ -28,6 +28,15 @@ log = logging.getLogger(__name__)
 def default_lake() -> Path:
     """`ROLLBOOK_LAKE`, else ./lake."""
     return Path(os.environ.get("ROLLBOOK_LAKE", "lake"))
+
+
+class RunRecord(BaseModel):
+    """A resolved configuration, and the digests of the models and prompts it named when it was recorded."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    config: Config
+    digests: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -50,20 +59,21 @@ class Run:
 
     # Configurations
 
-    def configs(self) -> dict[int, Config]:
-        """Every configuration by the first iteration it holds for."""
+    def records(self) -> dict[int, RunRecord]:
+        """Every configuration, with the digests of what it names, by the first iteration it holds for."""
         paths = sorted((self.folder / "configs").glob("[0-9]*.json"))
-        return {int(p.stem): Config.model_validate_json(p.read_bytes()) for p in paths}
+        return {int(p.stem): _read_record(p) for p in paths}
 
     def config_at(self, iteration: int) -> Config:
         """The configuration that holds for an iteration."""
-        holding = [first for first in (configs := self.configs()) if first <= iteration]
+        records = self.records()
+        holding = [first for first in records if first <= iteration]
         if not holding:
             raise LakeError(f"run {self.run_id} has no configuration in {self.folder / 'configs'}")
-        return configs[max(holding)]
+        return records[max(holding)].config
 
-    def record_config(self, config: Config, iteration: int) -> None:
-        data = json.dumps(config.model_dump(mode="json"), indent=1, sort_keys=True)
+    def write_record(self, record: RunRecord, iteration: int) -> None:
+        data = json.dumps(record.model_dump(mode="json"), indent=1)
         write_bytes(self.folder / "configs" / f"{iteration:06d}.json", data.encode())
 
     # Manifests
@@ -110,6 +120,15 @@ class Run:
         return next((k for k in self.iterations() if not self.manifest(k, StageName.EVALUATE)), len(self.iterations()))
 
 
+def _read_record(path: Path) -> RunRecord:
+    try:
+        return RunRecord.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, problem["loc"]))
+        raise LakeError(f"{path} is no configuration of this version of rollbook: {where}: {problem['msg']}") from None
+
+
 def open_run(lake: Path, run_id: str | None = None) -> Run:
     """The named run, or the one written to last.
 
@@ -130,28 +149,24 @@ def _last_write(folder: Path) -> float:
     return max((p.stat().st_mtime for p in [*folder.glob("*/*/manifest.json"), folder / "configs"]), default=0.0)
 
 
-def differences(old: Config, new: Config) -> list[str]:
-    """The keys in which two configurations differ, as `a.b: 1 -> 2`, run length and checkpoints apart."""
+def differences(old: RunRecord, new: RunRecord) -> list[str]:
+    """What a stage could notice between two configurations, as `a.b: 1 -> 2`."""
     before, after = _flat(old), _flat(new)
     keys = sorted(before.keys() | after.keys())
     return [f"{k}: {before.get(k)} -> {after.get(k)}" for k in keys if before.get(k) != after.get(k)]
 
 
-def _flat(config: Config) -> dict[str, str]:
-    data = config.model_dump(mode="json")
-    data.pop("checkpoint")
-    del data["run"]["iterations"], data["run"]["id"]
-    flat: dict[str, str] = {}
+def _flat(record: RunRecord) -> dict[str, str]:
+    """Every value by its dotted key; the run's length, its name and its checkpoints change no result."""
+    data = record.config.model_dump(mode="json", exclude={"checkpoint": True, "run": {"iterations", "id"}})
+    flat = {f"content of {name}": digest[:12] for name, digest in record.digests.items()}
 
     def walk(value: Any, path: str) -> None:
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                walk(inner, f"{path}.{key}" if path else key)
-        elif isinstance(value, list) and value and isinstance(value[0], dict):
-            for index, inner in enumerate(value):
-                walk(inner, f"{path}.{index}")
-        else:
+        inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+        if inner is None:
             flat[path] = canonical(value)
+        for key, item in inner or ():
+            walk(item, f"{path}.{key}" if path else str(key))
 
     walk(data, "")
     return flat

@@ -1,0 +1,74 @@
+"""The `rollbook` command. Each error says what was wrong, where, and what to do, and exits non-zero."""
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from flows import query
+from schemas import config as configuration
+from tasks.lake.runs import default_lake
+
+app = typer.Typer(
+    help="PPO post-training of language models, with every token of every batch on record.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+LakeOption = Annotated[Path | None, typer.Option("--lake", help="The lake; ROLLBOOK_LAKE, else ./lake.")]
+
+
+def run(
+    config: Annotated[Path, typer.Argument(help="The run's configuration, a TOML file.")],
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Override a key: section.key=value.")] = None,
+    lake: LakeOption = None,
+    run_id: Annotated[str | None, typer.Option("--run", help="Name of the run; the file's stem if not given.")] = None,
+    iterations: Annotated[int | None, typer.Option(help="Iterations in all, instead of run.iterations.")] = None,
+    change_config: Annotated[
+        bool, typer.Option("--change-config", help="Apply a changed configuration from the next iteration on.")
+    ] = False,
+) -> None:
+    """Start a run, or continue it where the lake says it stands."""
+    overrides = [*(set_ or [])]
+    overrides += [f"run.id={run_id!r}"] if run_id is not None else []
+    overrides += [f"run.iterations={iterations}"] if iterations is not None else []
+    resolved = configuration.load(config, tuple(overrides))
+    # Their start-up chatter would break the live bar; whoever wants it sets these variables.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("DS_LOG_LEVEL", "error")
+    # Prefect, torch and the engines are imported by the command that needs them, so that the others answer at once.
+    from flows.run_display import run_with_display
+
+    run_with_display(lake or default_lake(), resolved, change_config=change_config)
+
+
+def _reporting_errors(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Turns the errors that users can act on into a message; anything else keeps its traceback."""
+
+    @wraps(command)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return command(*args, **kwargs)
+        except (ValueError, RuntimeError, OSError) as error:
+            if os.environ.get("ROLLBOOK_TRACEBACK"):
+                raise
+            typer.echo(f"rollbook: {error}", err=True)
+            raise typer.Exit(1) from None
+
+    return wrapped
+
+
+for function in (run, query.status, query.sql, query.schema, query.audit):
+    app.command()(_reporting_errors(function))
+
+
+def main() -> None:
+    logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(message)s")
+    app()

@@ -1,0 +1,71 @@
+"""A training run: one subflow an iteration, so that a flow's memory of its tasks stays small."""
+
+from pathlib import Path
+
+from prefect import flow
+from prefect.artifacts import create_progress_artifact, update_progress_artifact
+
+from flows.iteration import iteration
+from schemas.config import Config, ConfigError
+from schemas.manifest import StageName
+from tasks import prompt_pool
+from tasks.engines.warm import resources
+from tasks.lake.runs import Run, RunRecord, differences
+from tasks.models.samples import resolve
+from tasks.models.weights import folder_digest
+from tasks.stage import At
+
+
+@flow(name="ppo-training", flow_run_name="{run_id}", persist_result=False)
+def training(lake: str, run_id: str, iterations: int) -> int:
+    """Brings a run to `iterations` iterations, from wherever the lake says it stands. Returns how many it ran."""
+    run = Run(Path(lake), run_id)
+    with run.lock(), resources():
+        first = run.next_iteration()
+        progress = create_progress_artifact(_percent(first, iterations), description=f"Rollbook run {run_id}")
+        for k in range(first, iterations):
+            iteration(At(lake, run_id, k))
+            update_progress_artifact(progress, _percent(k + 1, iterations))
+    return max(0, iterations - first)
+
+
+def _percent(done: int, total: int) -> float:
+    return 100.0 * min(done, total) / total
+
+
+def prepare(lake: Path, config: Config, *, change_config: bool = False) -> Run:
+    """The run of a configuration: a new one, or the one that stands in the lake under that name.
+
+    Raises ConfigError where the run was made under another configuration, other models or other prompts, with each
+    difference named; `change_config` records the new configuration for the iterations not yet begun instead.
+    """
+    run = Run(lake, config.run.id)
+    with run.lock():
+        new = RunRecord(config=config, digests=digests(config))
+        records = run.records()
+        if not records:
+            run.write_record(new, 0)
+            return run
+        changed = differences(records[max(records)], new)
+        if changed and not change_config:
+            raise ConfigError(
+                f"run {run.run_id} in {lake} was made under another configuration:\n  " + "\n  ".join(changed) + "\n"
+                "restore it, name another run (--run NAME), or apply the change from the next iteration on "
+                "(--change-config)"
+            )
+        begun = [k for k in run.iterations() if run.manifest(k, StageName.SAMPLE_PROMPTS)]
+        if changed:
+            run.write_record(new, max(begun, default=-1) + 1)
+    return run
+
+
+def digests(config: Config) -> dict[str, str]:
+    """Content digests of every model and prompt pool that a configuration names."""
+    models = {"models.policy": config.models.policy}
+    models |= {f"models.{name}": path for name in ("reference", "critic") if (path := getattr(config.models, name))}
+    models |= {f"rewards.{source.name}": source.path for source in config.rewards if source.path}
+    pools = {"prompts.source": config.prompts.source}
+    pools |= {"evaluate.source": config.evaluate.source} if config.evaluate.source else {}
+    return {name: folder_digest(resolve(path)) for name, path in models.items()} | {
+        name: prompt_pool.load(source).digest for name, source in pools.items()
+    }

@@ -1,0 +1,185 @@
+"""The warm resources of a run: engines and models that stay loaded from one iteration to the next.
+
+All are keyed by policy version: ask for version v and get the warm engine if it holds v, else one brought to v from
+the lake. Warm or cold, the bytes are the same.
+"""
+
+import gc
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+from schemas.config import Config
+from schemas.manifest import Manifest, StageName, digest_of
+from tasks.engines.learner import Learner
+from tasks.engines.rollout_engine import RolloutEngine, open_rollout_engine
+from tasks.engines.scorer import RewardScorer, open_scorers
+from tasks.lake.runs import Run
+from tasks.models.loading import FrozenPolicy, load_tokenizer
+from tasks.models.samples import resolve
+from tasks.models.state import saved_versions
+from tasks.models.weights import folder_digest
+from tasks.stage import At, StageError
+
+log = logging.getLogger(__name__)
+
+
+def version_at(at: At) -> int:
+    """The policy version that an iteration samples with: what the iteration before it trained."""
+    if at.iteration == 0:
+        return 0
+    return at.run.committed(at.iteration - 1, StageName.TRAIN).policy_version_out
+
+
+class Warm:
+    """The loaded resources of one run under one configuration. Nothing is loaded before it is asked for."""
+
+    def __init__(self, run: Run, config: Config) -> None:
+        self.run = run
+        self.config = config
+        self._learner: Learner | None = None
+        self._engine: RolloutEngine | None = None
+        self._reference: FrozenPolicy | None = None
+        self._scorers: list[RewardScorer] | None = None
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return load_tokenizer(resolve(self.config.models.policy))
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids below this exist in the tokenizer; embeddings padded beyond it are never sampled nor scored."""
+        return len(self.tokenizer)
+
+    # Digests
+
+    @cached_property
+    def initial_digest(self) -> str:
+        return folder_digest(resolve(self.config.models.policy))
+
+    @cached_property
+    def reference_digest(self) -> str:
+        reference = self.config.models.reference
+        return self.initial_digest if reference is None else folder_digest(resolve(reference))
+
+    @cached_property
+    def critic_source_digest(self) -> str:
+        critic = self.config.models.critic
+        return self.initial_digest if critic is None else folder_digest(resolve(critic))
+
+    def policy_digest(self, version: int) -> str:
+        """The weights digest of the actor of a version, as it was trained."""
+        return self.initial_digest if version == 0 else str(self._trained(version).facts["actor_digest"])
+
+    def critic_digest(self, version: int) -> str:
+        """The weights digest of the critic of a version; at version 0 what it starts from."""
+        return self.critic_source_digest if version == 0 else str(self._trained(version).facts["critic_digest"])
+
+    def _trained(self, version: int) -> Manifest:
+        """The train stage that made a version: the newest ones are looked at first."""
+        for iteration in reversed(self.run.iterations()):
+            manifest = self.run.manifest(iteration, StageName.TRAIN)
+            if manifest and manifest.policy_version_in < version <= manifest.policy_version_out:
+                return manifest
+        raise StageError(f"run {self.run.run_id} has no policy version {version}")
+
+    # Engines and models
+
+    def rollout_engine(self, version: int) -> RolloutEngine:
+        """The rollout engine, holding a version."""
+        if self._engine is None:
+            self._engine = open_rollout_engine(self.config, resolve(self.config.models.policy), self.vocab_size)
+        if self._engine.version != version:
+            self._engine.sync(version, self.learner(version).actor_tensors())
+        return self._engine
+
+    def learner(self, version: int) -> Learner:
+        """The learner, holding a version: warm, loaded, or rebuilt by folding the stored experience.
+
+        Raises StageError where the rebuilt weights aren't the recorded ones.
+        """
+        if self._learner is None or self._learner.version != version:
+            self.discard_learner()
+            self._learner = self._restore(version)
+        return self._learner
+
+    def _restore(self, version: int) -> Learner:
+        saved = max((v for v in saved_versions(self.run.folder / "learner") if v <= version), default=0)
+        folder = self.run.folder / "learner" / f"{saved:06d}"
+        learner = Learner.load(self.config, folder) if folder.exists() else Learner.initial(self.config)
+        while learner.version < version:
+            manifest = self._trained(learner.version + 1)
+            log.info("rebuilding policy version %d from the stored experience", manifest.policy_version_out)
+            k = manifest.iteration
+            learner.update(
+                self.run.read(self.run.committed(k, StageName.ROLLOUT), "rollouts"),
+                self.run.read(self.run.committed(k, StageName.ADVANTAGES), "experience"),
+                self.run.config_at(k),
+                k,
+            )
+            if learner.actor_digest() != manifest.facts["actor_digest"]:
+                raise StageError(
+                    f"rebuilding policy version {manifest.policy_version_out} of run {self.run.run_id} gave other "
+                    f"weights than were recorded; this machine or its packages differ from those that trained it "
+                    f"({manifest.device}, {manifest.packages}); restore a saved learner state, or those packages"
+                )
+        return learner
+
+    def discard_learner(self) -> None:
+        """Drops a learner whose state is not a committed version's."""
+        if self._learner is not None:
+            self._learner.close()
+            self._learner = None
+            gc.collect()
+
+    def reference(self) -> FrozenPolicy:
+        if self._reference is None:
+            folder = resolve(self.config.models.reference or self.config.models.policy)
+            self._reference = FrozenPolicy.load(folder, self.config)
+        return self._reference
+
+    def reward_scorers(self) -> list[RewardScorer]:
+        if self._scorers is None:
+            self._scorers = open_scorers(self.config, self.tokenizer)
+        return self._scorers
+
+    def close(self) -> None:
+        """Frees memory and ends every child process."""
+        self.discard_learner()
+        for scorer in self._scorers or []:
+            scorer.close()
+        if self._engine is not None:
+            self._engine.close()
+        self._scorers = self._engine = self._reference = None
+        gc.collect()
+
+
+_held: dict[str, Warm] = {}
+
+
+def warm(at: At) -> Warm:
+    """This process's warm resources for an iteration; those of another run or configuration are closed first."""
+    config = at.config
+    parts = config.model_dump(mode="json", exclude={"run": {"iterations"}, "checkpoint": True})
+    name = digest_of([at.lake, at.run_id, parts])
+    if name not in _held:
+        close_all()
+        _held[name] = Warm(at.run, config)
+    return _held[name]
+
+
+def close_all() -> None:
+    for held in _held.values():
+        held.close()
+    _held.clear()
+
+
+@contextmanager
+def resources() -> Iterator[None]:
+    """Closes whatever was loaded inside the block when it ends, however it ends."""
+    try:
+        yield
+    finally:
+        close_all()
