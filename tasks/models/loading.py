@@ -1,0 +1,286 @@
+"""Policies, critics and references: loading, heads, and the one forward that learner and reference share."""
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from schemas.config import Config
+from schemas.ids import derive_seed
+from tasks.lake.storage import LakeError
+from tasks.models.logprobs import token_logprobs
+from tasks.models.samples import resolve
+from tasks.models.sequences import RowIndices, Sequences, batch
+from tasks.models.weights import tensors_digest, weight_files
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def autocast(dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """Matrix products in `dtype` around float32 weights. Nested in one outer context, casts of weights are kept."""
+    return nullcontext() if dtype == torch.float32 else torch.autocast(device().type, dtype)
+
+
+def load_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def load_causal_lm(folder: Path) -> Any:
+    """A causal language model in float32, dropout off, every weight accounted for.
+
+    Raises LakeError where weights are missing or left over, or its logits aren't hidden states times a matrix.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model = _load(AutoModelForCausalLM, folder)
+    if model.get_output_embeddings() is None or model.base_model is model:
+        raise LakeError(f"{folder}: a {type(model).__name__} has no backbone and output embedding to train")
+    _check_head(model, folder)
+    return model
+
+
+def load_backbone(folder: Path) -> Any:
+    """The model without a head that a learner state holds."""
+    from transformers import AutoModel
+
+    return _load(AutoModel, folder)
+
+
+def load_classifier(folder: Path) -> tuple[Any, nn.Linear]:
+    """The backbone of a sequence classifier with one label, and its score head, a bias included where it has one.
+
+    Raises LakeError where weights are missing or left over, or there is more than one label.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    model = _load(AutoModelForSequenceClassification, folder, allow_bias=True)
+    heads = [(name, m) for name, m in model.named_children() if m is not model.base_model]
+    if len(heads) != 1 or not isinstance(heads[0][1], nn.Linear) or heads[0][1].out_features != 1:
+        found = ", ".join(f"{name}: {m}" for name, m in heads) or "none"
+        raise LakeError(f"{folder}: expected one linear score head with one label, found {found}")
+    name, head = heads[0]
+    bias = _stored(folder, f"{name}.bias")
+    if bias is not None and head.bias is None:
+        head.bias = nn.Parameter(bias.float())
+    return model.base_model, head
+
+
+def _load(auto: Any, folder: Path, allow_bias: bool = False) -> Any:
+    from transformers import AutoConfig
+
+    weight_files(folder)
+    model, info = auto.from_pretrained(
+        folder,
+        config=without_dropout(AutoConfig.from_pretrained(folder)),
+        dtype=torch.float32,
+        attn_implementation="sdpa",
+        use_safetensors=True,
+        output_loading_info=True,
+    )
+    unexpected = {k for k in info["unexpected_keys"] if not (allow_bias and k.count(".") == 1 and k.endswith(".bias"))}
+    problems = [
+        f"{kind}: {', '.join(sorted(map(str, names)))}"
+        for kind, names in (
+            ("missing", info["missing_keys"]),
+            ("left over", unexpected),
+            ("of another shape", info["mismatched_keys"]),
+        )
+        if names
+    ]
+    if problems:
+        raise LakeError(f"the weights in {folder} don't fit a {type(model).__name__}; {'; '.join(problems)}")
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+    for parameter in model.parameters():
+        # A tensor mapped from a file lies at any address; kernels round alike only from aligned ones.
+        parameter.data = parameter.data.clone()
+    return model.eval().to(device())
+
+
+def without_dropout(config: Any) -> Any:
+    """The configuration with every dropout probability at 0."""
+    for name, value in config.to_dict().items():
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and "drop" in name:
+            setattr(config, name, type(value)(0))
+    return config
+
+
+def _stored(folder: Path, name: str) -> Tensor | None:
+    for path in weight_files(folder):
+        with safe_open(path, "pt") as stored:
+            if name in stored.keys():  # noqa: SIM118
+                return stored.get_tensor(name)
+    return None
+
+
+@torch.no_grad()
+def _check_head(model: Any, folder: Path) -> None:
+    """Some architectures scale or cap their logits; log-probs of such a policy would be wrong, so it is refused."""
+    ids = torch.arange(3, device=device())[None]
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    if not torch.allclose(
+        model(input_ids=ids, use_cache=False).logits, model.get_output_embeddings()(hidden), atol=1e-4
+    ):
+        raise LakeError(
+            f"{folder}: the logits of a {type(model).__name__} are not its last hidden states times its output "
+            f"embedding; this architecture isn't supported"
+        )
+
+
+class _TokenHead(nn.Module):
+    """The output embedding, applied to response positions only. Holds no parameters of its own."""
+
+    def __init__(self, embedding: nn.Linear) -> None:
+        super().__init__()
+        self.embedding = (embedding,)  # in a tuple: it stays a parameter of the language model alone
+
+    def forward(
+        self, hidden_NH: Tensor, targets_N: Tensor, temperature: float, vocab_size: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        (embedding,) = self.embedding
+        with torch.autocast(hidden_NH.device.type, enabled=False):
+            return token_logprobs(
+                hidden_NH,
+                embedding.weight,
+                embedding.bias,
+                targets_N,
+                temperature=temperature,
+                vocab_size=vocab_size,
+                dtype=dtype,
+            )
+
+
+class Policy(nn.Module):
+    """A causal language model that gives log-prob and entropy of response tokens, never full logits."""
+
+    def __init__(self, model: Any, config: Config, vocab_size: int) -> None:
+        super().__init__()
+        self.model = model
+        self.head = _TokenHead(model.get_output_embeddings())
+        self.temperature = config.rollout.temperature
+        self.vocab_size = vocab_size
+        self.dtype = DTYPES[config.models.compute_dtype]
+
+    def forward(self, input_ids_BL: Tensor, score_at_N: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-prob and entropy of every response token [N], in nats, float32; see `sequences.Batch`."""
+        hidden_BLH = _hidden(self.model.base_model, input_ids_BL, self.dtype)
+        hidden_NH = hidden_BLH.flatten(0, 1).index_select(0, score_at_N)
+        return self.head(hidden_NH, targets_N, self.temperature, self.vocab_size, self.dtype)
+
+
+class Critic(nn.Module):
+    """A backbone and a linear head: the value of the state at every position asked for."""
+
+    def __init__(self, backbone: Any, head: nn.Linear, config: Config) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head = head.to(device())
+        self.dtype = DTYPES[config.models.compute_dtype]
+
+    def forward(self, input_ids_BL: Tensor, at_N: Tensor) -> Tensor:
+        """Values at flat positions, float32 [N]; the head works in float32 whatever the compute dtype."""
+        hidden_NH = _hidden(self.backbone, input_ids_BL, self.dtype).flatten(0, 1).index_select(0, at_N)
+        with torch.autocast(hidden_NH.device.type, enabled=False):
+            return self.head(hidden_NH.float()).squeeze(-1)
+
+
+def _hidden(backbone: Any, input_ids_BL: Tensor, dtype: torch.dtype) -> Tensor:
+    positions_BL = torch.arange(input_ids_BL.shape[1], device=input_ids_BL.device)[None].expand_as(input_ids_BL)
+    with autocast(dtype):
+        return backbone(input_ids=input_ids_BL, position_ids=positions_BL, use_cache=False).last_hidden_state
+
+
+def initial_critic(config: Config) -> Critic:
+    """The critic of version 0: `models.critic`, else the policy's backbone and a head drawn from the run's seed."""
+    if config.models.critic is not None:
+        return Critic(*load_classifier(resolve(config.models.critic)), config)
+    backbone = load_causal_lm(resolve(config.models.policy)).base_model
+    return Critic(backbone, value_head(backbone.config.hidden_size, config.run.seed), config)
+
+
+def value_head(hidden_size: int, run_seed: int) -> nn.Linear:
+    """A scalar head with weights of standard deviation 1 / (hidden_size + 1) and bias 0, a function of the seed.
+
+    Source: Stiennon et al. 2020, "Learning to summarize from human feedback", appendix B.1.
+    """
+    generator = np.random.Generator(np.random.Philox(derive_seed(run_seed, "value_head")))
+    weights = generator.standard_normal((1, hidden_size)) / (hidden_size + 1)
+    return linear_head(torch.from_numpy(weights.astype(np.float32)), torch.zeros(1))
+
+
+def linear_head(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """A linear layer with these very weights [outputs, inputs] and bias [outputs]."""
+    head = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    head.weight.data = weight
+    if bias is not None:
+        head.bias.data = bias
+    return head
+
+
+def head_digest(critic: Critic) -> str:
+    return tensors_digest(critic.head.named_parameters())
+
+
+class FrozenPolicy:
+    """A policy that is never trained: the reference. At equal weights its log-probs equal the learner's bit for bit."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy.requires_grad_(False)
+        if policy.dtype != torch.float32:
+            _halve(policy)
+
+    @classmethod
+    def load(cls, folder: Path, config: Config) -> "FrozenPolicy":
+        return cls(Policy(load_causal_lm(folder), config, vocab_size(config)))
+
+    def logp(self, sequences: Sequences, layout: list[RowIndices]) -> list[np.ndarray]:
+        """Log-prob of every response token of every row, in nats, float32, in row order.
+
+        `layout` names the micro-batches; give the learner's, so that both round alike.
+        """
+        return policy_logp(self.policy, self.policy, sequences, layout)
+
+
+def _halve(policy: Policy) -> None:
+    """Keeps linear weights in the compute dtype, which is what autocast would make of them in every forward."""
+    kept = {id(policy.model.get_input_embeddings().weight), id(policy.model.get_output_embeddings().weight)}
+    for module in policy.modules():
+        if isinstance(module, nn.Linear) and id(module.weight) not in kept:
+            module.weight.data = module.weight.data.to(policy.dtype)
+
+
+@torch.no_grad()
+def policy_logp(forward: Any, policy: Policy, sequences: Sequences, layout: list[RowIndices]) -> list[np.ndarray]:
+    """Log-probs by row. `forward` is the policy or an engine around it."""
+    result: list[np.ndarray] = [np.empty(0, np.float32)] * len(sequences)
+    with autocast(policy.dtype):
+        for rows in layout:
+            micro = batch(sequences, rows, device())
+            logp_N, _ = forward(micro.input_ids_BL, micro.score_at_N, micro.targets_N)
+            for row, values in zip(rows, micro.split(logp_N), strict=True):
+                result[row] = values
+    return result
+
+
+def require_disjoint(trained: nn.Module, frozen: nn.Module) -> None:
+    """Raises RuntimeError where a frozen model shares memory with a trained one and would change with it."""
+    storages = {p.untyped_storage().data_ptr() for p in trained.parameters()}
+    shared = [name for name, p in frozen.named_parameters() if p.untyped_storage().data_ptr() in storages]
+    if shared:
+        raise RuntimeError(f"a frozen model shares memory with a trained one: {', '.join(shared)}")
+
+
+def vocab_size(config: Config) -> int:
+    """Ids that the policy's tokenizer knows."""
+    return len(load_tokenizer(resolve(config.models.policy)))
