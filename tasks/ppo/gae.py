@@ -32,7 +32,7 @@ def gae(
     residual = r + gamma * torch.where(bootstrap, following, 0) - v
     longest = int(masks.num_actions.max()) if len(masks.num_actions) else 0
     advantage = torch.zeros(len(value), dtype=torch.float64)
-    advantage[index] = discounted_sum(residual, gamma * lam * continuation, longest)
+    advantage[index] = discounted_sum(residual, gamma * lam * continuation.double(), longest)
     return advantage, advantage + value.double()
 
 
