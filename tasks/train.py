@@ -1,0 +1,78 @@
+"""train: the PPO update. From rollouts and experience the learner makes the next policy version."""
+
+from collections import Counter
+from typing import Any
+
+from schemas.manifest import StageName
+from tasks.engines.learner import Learner
+from tasks.engines.warm import warm
+from tasks.models.state import prune
+from tasks.stage import At, Committed, Result, Staging, run_stage
+
+
+def train(at: At, rollouts: Committed, experience: Committed) -> Committed:
+    """Writes `updates`, one row an optimizer step, and `token_updates` where `train.record_tokens` asks for it.
+
+    The version rises by one where at least one step was applied (convention C7). The learner state is saved every
+    `checkpoint.every` iterations and after the last one of the run.
+    """
+    config = at.config
+    section = {
+        "train": config.train.model_dump(mode="json"),
+        "models": config.models.model_dump(mode="json"),
+        "temperature": config.rollout.temperature,
+    }
+    return run_stage(
+        at,
+        StageName.TRAIN,
+        _update,
+        section=section,
+        version=experience.policy_version,
+        inputs=[rollouts, experience],
+        identity={"policy": warm(at).policy_digest(experience.policy_version)},
+    )
+
+
+def _update(staging: Staging) -> Result:
+    at, held = staging.at, warm(staging.at)
+    experience = staging.read("experience")
+    dropped = Counter(reason for reason in experience.column("dropped").to_pylist() if reason is not None)
+    learner = held.learner(staging.version)
+    parent = learner.actor_digest()
+    try:
+        update = learner.update(staging.read("rollouts"), experience, staging.config, at.iteration)
+    except BaseException:
+        held.discard_learner()  # its weights belong to no version
+        raise
+    staging.write("updates", update.updates)
+    if update.token_updates is not None:
+        staging.write("token_updates", update.token_updates)
+    facts: dict[str, Any] = {
+        "actor_digest": learner.actor_digest(),
+        "critic_digest": learner.critic_digest(),
+        "value_head_digest": learner.value_head_digest,
+        "applied_steps": update.applied,
+    }
+    if staging.version == 0:
+        facts["parent_digest"] = parent
+    if path := _save(staging, learner):
+        facts["learner_path"] = path
+    return Result(
+        rows_used=experience.num_rows - dropped.total(),
+        rows_dropped=dropped,
+        policy_version=learner.version,
+        facts=facts,
+    )
+
+
+def _save(staging: Staging, learner: Learner) -> str | None:
+    """Saves the learner where this iteration is to; the path, relative to the run's folder."""
+    config, iteration = staging.config, staging.at.iteration
+    last = iteration == config.run.iterations - 1
+    if learner.version == staging.version or not (last or (iteration + 1) % config.checkpoint.every == 0):
+        return None
+    root = staging.at.run.folder / "learner"
+    folder = root / f"{learner.version:06d}"
+    learner.save(folder)
+    prune(root, config.checkpoint.keep)
+    return folder.relative_to(staging.at.run.folder).as_posix()
