@@ -1,0 +1,182 @@
+"""Rewards from a Python function, run in a process of its own that can be killed and is kept warm between batches."""
+
+import hashlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from schemas.config import RewardSource
+from schemas.rewards import RewardStatus
+from tasks.engines import function_worker
+from tasks.engines.scorer import Item, Score
+from tasks.stage import StageError
+
+IMPORT_SECONDS = 120.0
+"""How long the module of a reward function may take to import."""
+STOP_SECONDS = 10.0
+
+
+class FunctionError(StageError):
+    """The reward function can't be run at all; the message says why and what to do."""
+
+
+class FunctionScorer:
+    """Calls `function(prompt, response, metadata)`, one item after another, each within `timeout` seconds.
+
+    A call that hangs, exits or crashes costs its own item: its process is killed with everything it started, and a new
+    one goes on with the next item. What the function prints appears on this process's standard error. A bool counts as
+    1 or 0.
+    """
+
+    def __init__(self, source: RewardSource) -> None:
+        """Starts the process. Raises FunctionError where the function can't be imported."""
+        self.source = source
+        self._worker: _Worker | None = _Worker(source)
+        self._file = self._worker.file
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The function, and the SHA-256 of the file it was found in; null for one that has no source file."""
+        sha256 = hashlib.sha256(Path(self._file).read_bytes()).hexdigest() if self._file else None
+        return {"function": self.source.function, "sha256": sha256}
+
+    def score(self, items: Sequence[Item]) -> list[Score]:
+        scores: list[Score] = []
+        while len(scores) < len(items):
+            if self._worker is None:
+                self._worker = _Worker(self.source)
+            scores += self._worker.score(items[len(scores) :])
+            if self._worker.process.returncode is not None:
+                self._worker = None
+        return scores
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.stop()
+            self._worker = None
+
+
+class _Worker:
+    """A process of function_worker and the conversation with it."""
+
+    def __init__(self, source: RewardSource) -> None:
+        assert source.function is not None
+        self.timeout = source.timeout
+        self.connection, theirs = socket.socketpair()
+        self.connection.setblocking(False)
+        self.received = b""
+        with theirs:
+            self.process = subprocess.Popen(
+                # -P: modules are looked up from the working directory, never from the worker's own folder.
+                [
+                    sys.executable,
+                    "-P",
+                    function_worker.__file__,
+                    str(theirs.fileno()),
+                    source.function,
+                    str(os.getpid()),
+                ],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                start_new_session=True,
+            )
+        try:
+            hello = next(self._replies(b"", 1, IMPORT_SECONDS))
+        except TimeoutError:
+            hello = {"failed": f"its module was not imported after {IMPORT_SECONDS:g} s"}
+        except EOFError:
+            hello = {"failed": f"while it was imported, its process {self._end()}"}
+        if "failed" in hello:
+            self.stop()
+            raise FunctionError(
+                f"reward {source.name!r}: the function {source.function} can't be imported: {hello['failed']}\n"
+                f"modules are looked up from {os.getcwd()} and in {sys.prefix}; correct `function`, which reads "
+                f"module:function or path/to/file.py:function"
+            )
+        self.file: str | None = hello["file"]
+
+    def score(self, items: Sequence[Item]) -> list[Score]:
+        """The scores up to the first item that the process did not survive, that one included."""
+        requests = b"".join(json.dumps([i.prompt, i.response, i.metadata]).encode() + b"\n" for i in items)
+        scores: list[Score] = []
+        started = time.monotonic()
+        try:
+            for reply in self._replies(requests, len(items), self.timeout):
+                scores.append(self._score(*reply))
+                started = time.monotonic()
+        except TimeoutError:
+            scores.append(self._timed_out(time.monotonic() - started))
+            self.stop()
+        except EOFError:
+            detail = f"the process of the function {self._end()}"
+            scores.append(Score(None, RewardStatus.ERROR, detail, time.monotonic() - started))
+        return scores
+
+    def stop(self) -> None:
+        """Ends the process and everything it started."""
+        self.connection.close()
+        self.process.terminate()
+        try:
+            self.process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def _end(self) -> str:
+        """Stops what is left, and says how the process ended."""
+        self.stop()
+        status = self.process.returncode
+        return f"was killed by {signal.Signals(status - 128).name}" if status > 128 else f"exited with status {status}"
+
+    def _replies(self, requests: bytes, count: int, timeout: float) -> Iterator[Any]:
+        """The next `count` replies, while the requests go out.
+
+        Raises TimeoutError where `timeout` seconds pass without one, EOFError where the process has ended.
+        """
+        outgoing = memoryview(requests)
+        poll = select.poll()
+        deadline = time.monotonic() + timeout
+        while count > 0:
+            poll.register(self.connection, select.POLLIN | (select.POLLOUT if outgoing else 0))
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                raise TimeoutError
+            try:
+                if outgoing:
+                    outgoing = outgoing[self.connection.send(outgoing) :]
+            except BlockingIOError:
+                pass
+            except ConnectionError:
+                outgoing = memoryview(b"")
+            try:
+                received = self.connection.recv(1 << 16)
+            except BlockingIOError:
+                continue
+            except ConnectionError:
+                received = b""
+            if not received:
+                raise EOFError
+            *lines, self.received = (self.received + received).split(b"\n")
+            for line in lines:
+                yield json.loads(line)
+                count -= 1
+            if lines:
+                deadline = time.monotonic() + timeout
+
+    def _score(self, status: str, raw: float | None, detail: str | None, seconds: float) -> Score:
+        if seconds > self.timeout:
+            return self._timed_out(seconds)
+        if raw is not None:
+            return Score.of(raw, seconds)
+        return Score(None, RewardStatus(status), detail, seconds)
+
+    def _timed_out(self, seconds: float) -> Score:
+        return Score(None, RewardStatus.TIMEOUT, f"no result within {self.timeout:g} s", seconds)

@@ -1,0 +1,79 @@
+"""Rewards from a reward model."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from schemas.config import Config, RewardSource
+from schemas.rewards import RewardStatus
+from tasks.engines.scorer import Item, Score
+from tasks.models.loading import load_tokenizer
+from tasks.models.reward_model import RewardModel
+from tasks.models.samples import resolve
+from tasks.prompt_ids import as_messages, encode_chat, encode_text
+from tasks.stage import StageError
+
+
+class ModelScorer:
+    """Scores prompt and response with a sequence classifier.
+
+    A model with the policy's vocabulary reads the very ids that the policy saw and sampled. Another one reads the same
+    conversation under its own tokenizer (and chat template, for chats), encoded for it alone. Nothing is appended: a
+    response that was cut off is scored as it stands.
+    """
+
+    def __init__(self, source: RewardSource, config: Config, policy_tokenizer: Any) -> None:
+        assert source.path is not None
+        folder = resolve(source.path)
+        self.source = source
+        self.config = config
+        self.policy_tokenizer = policy_tokenizer
+        self.tokenizer = load_tokenizer(folder)
+        self.shares_ids = self.tokenizer.get_vocab() == policy_tokenizer.get_vocab()
+        self.model = RewardModel(folder, config)
+        if self.model.num_embeddings < len(self.tokenizer):
+            raise StageError(
+                f"reward {source.name!r}: {folder} has {self.model.num_embeddings} embeddings, but its tokenizer "
+                f"{len(self.tokenizer)} ids; give the folder the tokenizer that the model was trained with"
+            )
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {"shares_policy_ids": self.shares_ids}
+
+    def score(self, items: Sequence[Item]) -> list[Score]:
+        started = time.perf_counter()
+        sequences = [self._encode(item) for item in items]
+        fits = [i for i, ids in enumerate(sequences) if self.model.context is None or len(ids) <= self.model.context]
+        raw = self.model.scores([sequences[i] for i in fits], self.config.score.batch_tokens)
+        seconds = (time.perf_counter() - started) / max(len(items), 1)
+        of = dict(zip(fits, raw, strict=True))
+        return [
+            Score.of(of[i], seconds)
+            if i in of
+            else Score(
+                None,
+                RewardStatus.ERROR,
+                f"prompt and response are {len(ids)} tokens, the reward model reads {self.model.context}",
+                seconds,
+            )
+            for i, ids in enumerate(sequences)
+        ]
+
+    def close(self) -> None:
+        del self.model
+
+    def _encode(self, item: Item) -> list[int]:
+        if self.shares_ids:
+            return item.prompt_token_ids + item.response_token_ids
+        response = self.policy_tokenizer.decode(item.response_token_ids, skip_special_tokens=True)
+        messages = as_messages(item.prompt, self.config.prompts)
+        if messages is None:
+            return encode_text(self.tokenizer, f"{item.prompt}{response}")
+        if self.tokenizer.chat_template is None:
+            raise StageError(
+                f"reward {self.source.name!r}: the prompts are chats, the reward model has another vocabulary than the "
+                f"policy, and its tokenizer has no chat template to put them in; add one to {self.source.path}"
+            )
+        answered = [*messages, {"role": "assistant", "content": response}]
+        return encode_chat(self.tokenizer, answered, add_generation_prompt=False)

@@ -1,0 +1,82 @@
+"""What the stages ask of a reward source: responses in, one score and status each out. `function_scorer` and
+`model_scorer` implement it."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from schemas.config import Config, RewardSource
+from schemas.rewards import RewardKind, RewardStatus
+
+FLOAT32_MAX = 3.4028234e38
+
+
+@dataclass(frozen=True)
+class Item:
+    """One response to score. `prompt` is the pool's text or messages; the ids are those the policy saw and sampled."""
+
+    sample_id: str
+    prompt: str | list[dict[str, Any]]
+    response: str
+    prompt_token_ids: list[int]
+    response_token_ids: list[int]
+    metadata: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Score:
+    """How scoring one response ended. Only status `ok` carries a number; `detail` says what went wrong otherwise."""
+
+    raw: float | None
+    status: RewardStatus
+    detail: str | None
+    seconds: float
+
+    @classmethod
+    def of(cls, raw: float, seconds: float) -> "Score":
+        """A number as the source gave it; one that float32 can't hold is `nonfinite`."""
+        if math.isfinite(raw) and abs(raw) <= FLOAT32_MAX:
+            return cls(raw, RewardStatus.OK, None, seconds)
+        return cls(None, RewardStatus.NONFINITE, f"the score is {raw}, which is no finite float32", seconds)
+
+
+class RewardScorer(Protocol):
+    """A warm reward source. `facts` describe it for the record."""
+
+    @property
+    def source(self) -> RewardSource: ...
+
+    @property
+    def facts(self) -> dict[str, Any]: ...
+
+    def score(self, items: Sequence[Item]) -> list[Score]:
+        """One score an item, in order. A failure on one item is its status, and leaves its neighbours alone.
+
+        Raises StageError where the source itself can't work.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+def open_scorers(config: Config, policy_tokenizer: Any) -> list[RewardScorer]:
+    """The configured sources, loaded and ready, in the configuration's order.
+
+    Raises StageError where a model can't be loaded or a function not imported.
+    """
+    from tasks.engines.function_scorer import FunctionScorer
+    from tasks.engines.model_scorer import ModelScorer
+
+    scorers: list[RewardScorer] = []
+    try:
+        for source in config.rewards:
+            if source.kind is RewardKind.FUNCTION:
+                scorers.append(FunctionScorer(source))
+            else:
+                scorers.append(ModelScorer(source, config, policy_tokenizer))
+    except BaseException:
+        for scorer in scorers:
+            scorer.close()
+        raise
+    return scorers

@@ -1,0 +1,118 @@
+"""How a prompt becomes the token ids that the policy sees. From then on it is ids; no stage encodes its text again."""
+
+import hashlib
+import re
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from schemas.config import Config, PromptsSection
+from schemas.manifest import digest_of
+from schemas.prompts import Rejected
+from tasks.models.samples import resolve
+from tasks.prompt_pool import Messages, PoolPrompt, PromptError
+from tasks.stage import StageError
+
+_TOKENIZER_FILE = re.compile(r"tokenizer|chat_template|special_tokens|added_tokens|vocab|merges|spiece|sentencepiece")
+
+
+def encode(tokenizer: Any, prompt: PoolPrompt, section: PromptsSection, source: str) -> list[int]:
+    """The ids that the policy sees of a prompt; none of an empty chat.
+
+    Raises PromptError where the chat template refuses it.
+    """
+    messages = as_messages(prompt.prompt, section)
+    if messages is None:
+        if section.system is not None:
+            raise PromptError(
+                f"{source}, row {prompt.row} is a text, and prompts.system can only be put before a chat; set "
+                f"prompts.chat = true, or leave prompts.system out"
+            )
+        return encode_text(tokenizer, prompt.text)
+    if not prompt.prompt:
+        return []
+    if tokenizer.chat_template is None:
+        raise PromptError(
+            f"{source}, row {prompt.row} is a chat, but the policy's tokenizer has no chat template; give the model "
+            f"folder one (chat_template.jinja), or use `prompt` texts with prompts.chat = false"
+        )
+    try:
+        return encode_chat(tokenizer, messages, add_generation_prompt=True)
+    except Exception as error:  # a template is a program of the model's author, and raises what it likes
+        raise PromptError(
+            f"{source}, row {prompt.row}: the policy's chat template refused the messages "
+            f"({type(error).__name__}: {error}); correct the roles and their order"
+        ) from error
+
+
+def longest_prompt(config: Config) -> int:
+    """Tokens that a prompt may have: `prompts.max_prompt_tokens`, and one less than the context in any case."""
+    room = context_of(config) - 1
+    most = config.prompts.max_prompt_tokens
+    return room if most is None else min(room, most)
+
+
+def rejection(prompt: PoolPrompt, tokens: list[int], longest: int) -> Rejected | None:
+    """Why a prompt is not rolled out, or None."""
+    if not prompt.prompt or not tokens:
+        return Rejected.EMPTY
+    return Rejected.PROMPT_TOO_LONG if len(tokens) > longest else None
+
+
+def context_of(config: Config) -> int:
+    """Tokens that a prompt and its response may have together: `rollout.max_model_len`, else the model's own.
+
+    Raises StageError where neither is known.
+    """
+    if config.rollout.max_model_len is not None:
+        return config.rollout.max_model_len
+    own = AutoConfig.from_pretrained(resolve(config.models.policy)).get_text_config()
+    if (context := getattr(own, "max_position_embeddings", None)) is None:
+        raise StageError(f"the model {config.models.policy} names no context length; set rollout.max_model_len")
+    return int(context)
+
+
+def tokenizer_digest(folder: Path) -> str:
+    """SHA-256 over the files of a model folder that decide how texts become ids, the chat template among them."""
+    files = sorted(path for path in folder.iterdir() if _TOKENIZER_FILE.search(path.name) and path.is_file())
+    return digest_of([[path.name, hashlib.sha256(path.read_bytes()).hexdigest()] for path in files])
+
+
+def as_messages(prompt: str | Messages, section: PromptsSection) -> Messages | None:
+    """The chat that the policy sees, or None where it sees the text as it is.
+
+    `prompts.system` comes first, unless the chat brings a system message of its own.
+    """
+    if isinstance(prompt, str):
+        if not section.chat:
+            return None
+        prompt = [{"role": "user", "content": prompt}]
+    if section.system is not None and not (prompt and prompt[0]["role"] == "system"):
+        return [{"role": "system", "content": section.system}, *prompt]
+    return prompt
+
+
+def encode_text(tokenizer: Any, text: str) -> list[int]:
+    """The ids of a text with the special tokens that the tokenizer itself adds, and never two BOS."""
+    return _one_bos(tokenizer, tokenizer.encode(text))
+
+
+def encode_chat(tokenizer: Any, messages: Messages, *, add_generation_prompt: bool) -> list[int]:
+    """The ids of a chat under the tokenizer's template.
+
+    They start with exactly one BOS where the template writes one or the tokenizer adds one, with both or either.
+    Raises whatever the template raises.
+    """
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    adds_bos = tokenizer.bos_token_id is not None and tokenizer.encode("")[:1] == [tokenizer.bos_token_id]
+    return _one_bos(tokenizer, [tokenizer.bos_token_id, *tokens] if adds_bos else tokens)
+
+
+def _one_bos(tokenizer: Any, tokens: list[int]) -> list[int]:
+    bos = tokenizer.bos_token_id
+    if bos is None:
+        return tokens
+    first = next((position for position, token in enumerate(tokens) if token != bos), len(tokens))
+    return tokens[max(first - 1, 0) :]

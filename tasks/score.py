@@ -1,0 +1,206 @@
+"""Stage 3: scores every response by every reward source, and says of every response token what the learner, the
+reference and the critic make of it, at the version that sampled it."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from schemas.config import Config
+from schemas.manifest import StageName
+from schemas.rewards import RewardKind, RewardStatus
+from schemas.rollouts import FinishReason
+from tasks.engines.scorer import Item, RewardScorer, Score
+from tasks.engines.warm import Warm, warm
+from tasks.models.samples import resolve
+from tasks.models.sequences import Sequences, score_layout
+from tasks.models.weights import folder_digest
+from tasks.ppo.drops import drop_reason
+from tasks.progress import report
+from tasks.stage import At, Committed, Result, Staging, run_stage
+
+PATIENCE_SECONDS = 2.0
+"""How long to wait for reward functions before the forwards start on the assumption that all will succeed."""
+
+Scores = dict[str, Score]
+"""By sample id."""
+
+NOT_SCORED = Score(None, RewardStatus.NONE, "the response was cut from outside, so it has no outcome", 0.0)
+
+
+def score(at: At, rollouts: Committed) -> Committed:
+    """Commits `rewards`, one row a (sample, source), and `forwards`, one row a sample.
+
+    A failed score is a row without a number, never a zero. A response that was aborted is not scored.
+    """
+    config, held, version = at.config, warm(at), rollouts.policy_version
+    return run_stage(
+        at,
+        StageName.SCORE,
+        lambda staging: _score(staging, held),
+        section={
+            "rewards": rewards_section(config),
+            "score": config.score.model_dump(mode="json"),
+            "temperature": config.rollout.temperature,
+            "compute_dtype": config.models.compute_dtype,
+            "layout": [config.train.minibatch_size, config.train.micro_batch_size, config.advantages.max_staleness],
+        },
+        version=version,
+        inputs=[prompts_of(at, rollouts), rollouts],
+        identity={
+            **reward_digests(config),
+            "learner": held.policy_digest(version),
+            "reference": held.reference_digest,
+            "critic": held.critic_digest(version),
+        },
+    )
+
+
+def prompts_of(at: At, rollouts: Committed) -> Committed:
+    """The committed prompts that the rollouts were sampled from, as their manifest names them."""
+    manifest = at.run.committed(rollouts.iteration, StageName.ROLLOUT)
+    (given,) = (i for i in manifest.inputs if i.stage is StageName.SAMPLE_PROMPTS)
+    return Committed(given.stage, given.run_id, given.iteration, given.digest, manifest.policy_version_in)
+
+
+def rewards_section(config: Config) -> list[dict[str, Any]]:
+    """The reward sources as a stage's key names them: models by digest, wherever their folders lie."""
+    return [source.model_dump(mode="json", exclude={"path"}) for source in config.rewards]
+
+
+def reward_digests(config: Config) -> dict[str, str]:
+    """The weights digest of every reward model."""
+    return {f"reward {s.name}": folder_digest(resolve(s.path)) for s in config.rewards if s.path is not None}
+
+
+@dataclass(frozen=True)
+class _Forwards:
+    """By row, in the order of the rollouts; `bootstrap_value` [B] is the value after the last token."""
+
+    learner_logp: list[np.ndarray]
+    ref_logp: list[np.ndarray]
+    value: list[np.ndarray]
+    bootstrap_value: np.ndarray
+
+
+def _score(staging: Staging, held: Warm) -> Result:
+    rollouts = staging.read("rollouts")
+    if rollouts.num_rows == 0:
+        _write(staging, held, rollouts, {}, _Forwards([], [], [], np.empty(0, np.float32)))
+        return Result(rows_used=0)
+    scorers = held.reward_scorers()
+    functions = [s for s in scorers if s.source.kind is RewardKind.FUNCTION]
+    models = [s for s in scorers if s.source.kind is RewardKind.MODEL]
+    items = _items(rollouts, staging.read("prompts"))
+    report(StageName.SCORE, 0, rollouts.num_rows)
+    with ThreadPoolExecutor(max_workers=len(scorers)) as pool:
+        running = [pool.submit(_by_sample, s, items) for s in functions]
+        scores = {s.source.name: _by_sample(s, items) for s in models}
+        wait(running, PATIENCE_SECONDS)
+        known = [*scores.values(), *(future.result() for future in running if future.done())]
+        assumed = _dropped(rollouts, known, staging)
+        forwards = _run_forwards(rollouts, assumed, staging, held)
+        scores |= {s.source.name: future.result() for s, future in zip(functions, running, strict=True)}
+    # Training leaves out what failed, and its layout decides how kernels round. Only a late failure costs this again.
+    if (dropped := _dropped(rollouts, list(scores.values()), staging)) != assumed:
+        forwards = _run_forwards(rollouts, dropped, staging, held)
+    _write(staging, held, rollouts, scores, forwards)
+    return Result(rows_used=rollouts.num_rows, facts={s.source.name: s.facts for s in scorers})
+
+
+def _items(rollouts: pa.Table, prompts: pa.Table) -> list[Item]:
+    """Every response that ended by itself; one that was cut from outside has no outcome to score."""
+    asked = {row["prompt_id"]: row for row in prompts.select(["prompt_id", "text", "chat", "metadata"]).to_pylist()}
+    ended = rollouts.filter(pc.not_equal(rollouts["finish_reason"], FinishReason.ABORT))
+    names = ["sample_id", "prompt_id", "text", "prompt_token_ids", "response_token_ids"]
+    items = []
+    for row in ended.select(names).to_pylist():
+        prompt = asked[row["prompt_id"]]
+        items.append(
+            Item(
+                sample_id=row["sample_id"],
+                prompt=json.loads(prompt["text"]) if prompt["chat"] else prompt["text"],
+                response=row["text"],
+                prompt_token_ids=row["prompt_token_ids"],
+                response_token_ids=row["response_token_ids"],
+                metadata=json.loads(prompt["metadata"]),
+            )
+        )
+    return items
+
+
+def _by_sample(scorer: RewardScorer, items: list[Item]) -> Scores:
+    return {item.sample_id: score for item, score in zip(items, scorer.score(items), strict=True)}
+
+
+def _dropped(rollouts: pa.Table, scores: list[Scores], staging: Staging) -> list[bool]:
+    """Which rows training will leave out, as far as these scores tell."""
+    failed = {sample for of in scores for sample, score in of.items() if score.status is not RewardStatus.OK}
+    max_staleness = staging.config.advantages.max_staleness
+    columns = (rollouts[name].to_pylist() for name in ("sample_id", "action_mask", "policy_version"))
+    return [
+        drop_reason(
+            num_actions=sum(action_mask),
+            reward_failed=sample in failed,
+            staleness=staging.version - policy_version,
+            max_staleness=max_staleness,
+        )
+        is not None
+        for sample, action_mask, policy_version in zip(*columns, strict=True)
+    ]
+
+
+def _run_forwards(rollouts: pa.Table, dropped: list[bool], staging: Staging, held: Warm) -> _Forwards:
+    """All under the layout of training, so that the first ratio is 1 and the KL of equal models 0, to the bit."""
+    sequences = Sequences.from_table(rollouts)
+    layout = score_layout(sequences, dropped, staging.config, staging.at.iteration)
+    learner = held.learner(staging.version)
+    learner_logp = learner.logp(sequences, layout)
+    report(StageName.SCORE, rollouts.num_rows // 3, rollouts.num_rows, "learner")
+    value, bootstrap_value = learner.values(sequences, layout)
+    report(StageName.SCORE, 2 * rollouts.num_rows // 3, rollouts.num_rows, "critic")
+    ref_logp = held.reference().logp(sequences, layout)
+    report(StageName.SCORE, rollouts.num_rows, rollouts.num_rows, "reference")
+    return _Forwards(learner_logp, ref_logp, value, bootstrap_value)
+
+
+def _write(staging: Staging, held: Warm, rollouts: pa.Table, scores: dict[str, Scores], forwards: _Forwards) -> None:
+    samples = rollouts["sample_id"].to_pylist()
+    rows = [
+        (sample, source, scores[source.name].get(sample, NOT_SCORED))
+        for sample in samples
+        for source in staging.config.rewards
+    ]
+    staging.write(
+        "rewards",
+        {
+            "sample_id": [sample for sample, _, _ in rows],
+            "source": [source.name for _, source, _ in rows],
+            "kind": [source.kind for _, source, _ in rows],
+            "raw": [score.raw for _, _, score in rows],
+            "value": [score.raw for _, _, score in rows],
+            "weight": [source.weight for _, source, _ in rows],
+            "status": [score.status for _, _, score in rows],
+            "detail": [score.detail for _, _, score in rows],
+            "process": [None] * len(rows),
+            "seconds": [score.seconds for _, _, score in rows],
+        },
+    )
+    staging.write(
+        "forwards",
+        {
+            "sample_id": samples,
+            "policy_version": rollouts["policy_version"],
+            "learner_logp": forwards.learner_logp,
+            "ref_logp": forwards.ref_logp,
+            "value": forwards.value,
+            "bootstrap_value": pa.array(forwards.bootstrap_value, mask=~rollouts["truncated"].to_numpy()),
+            "learner_digest": [held.policy_digest(staging.version)] * len(samples),
+            "ref_digest": [held.reference_digest] * len(samples),
+            "critic_digest": [held.critic_digest(staging.version)] * len(samples),
+        },
+    )
