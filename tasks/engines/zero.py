@@ -62,6 +62,7 @@ class ZeroEngine:
             config={
                 "train_micro_batch_size_per_gpu": 1,
                 "gradient_accumulation_steps": 1,
+                "gradient_clipping": 0.0,  # DeepSpeed's own default is 1.0
                 "zero_optimization": {"stage": self.stage},
                 "steps_per_print": 2**62,
             },

@@ -86,6 +86,7 @@ def _load(auto: Any, folder: Path, allow_bias: bool = False) -> Any:
         attn_implementation="sdpa",
         use_safetensors=True,
         output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are refused below, by name
     )
     unexpected = {k for k in info["unexpected_keys"] if not (allow_bias and k.count(".") == 1 and k.endswith(".bias"))}
     problems = [
@@ -102,10 +103,15 @@ def _load(auto: Any, folder: Path, allow_bias: bool = False) -> Any:
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
-    for parameter in model.parameters():
-        # A tensor mapped from a file lies at any address; kernels round alike only from aligned ones.
+    return _aligned(model).eval().to(device())
+
+
+def _aligned(module: Any) -> Any:
+    """Weights in memory of torch's own: a tensor mapped from a file lies at any address, and kernels round otherwise
+    from an unaligned one, so that a loaded model would not continue like the one that was saved."""
+    for parameter in module.parameters():
         parameter.data = parameter.data.clone()
-    return model.eval().to(device())
+    return module
 
 
 def without_dropout(config: Any) -> Any:
@@ -185,7 +191,7 @@ class Critic(nn.Module):
     def __init__(self, backbone: Any, head: nn.Linear, config: Config) -> None:
         super().__init__()
         self.backbone = backbone
-        self.head = head.to(device())
+        self.head = _aligned(head).to(device())
         self.dtype = DTYPES[config.models.compute_dtype]
 
     def forward(self, input_ids_BL: Tensor, at_N: Tensor) -> Tensor:
@@ -271,14 +277,6 @@ def policy_logp(forward: Any, policy: Policy, sequences: Sequences, layout: list
             for row, values in zip(rows, micro.split(logp_N), strict=True):
                 result[row] = values
     return result
-
-
-def require_disjoint(trained: nn.Module, frozen: nn.Module) -> None:
-    """Raises RuntimeError where a frozen model shares memory with a trained one and would change with it."""
-    storages = {p.untyped_storage().data_ptr() for p in trained.parameters()}
-    shared = [name for name, p in frozen.named_parameters() if p.untyped_storage().data_ptr() in storages]
-    if shared:
-        raise RuntimeError(f"a frozen model shares memory with a trained one: {', '.join(shared)}")
 
 
 def vocab_size(config: Config) -> int:

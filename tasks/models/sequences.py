@@ -52,7 +52,7 @@ def ragged(table: pa.Table, column: str) -> list[np.ndarray]:
     lengths = array.value_lengths().to_numpy(zero_copy_only=False)
     if values.dtype == np.int32:
         values = values.astype(np.int64)
-    return np.split(values, np.cumsum(lengths)[:-1])
+    return np.split(values, np.cumsum(lengths)[:-1])[: len(lengths)]
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,8 @@ def writing(folder: Path) -> Iterator[Path]:
         yield temporary
         files = sorted(p for p in temporary.rglob("*") if p.is_file())
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            hashes = list(pool.map(_sync_and_hash, files))
+            list(pool.map(_sync, files))
+            hashes = list(pool.map(_sha256, files))
         listed = {
             path.relative_to(temporary).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256}
             for path, sha256 in zip(files, hashes, strict=True)
@@ -64,9 +65,13 @@ def _replace(folder: Path, temporary: Path) -> None:
     sync_directory(folder.parent)
 
 
-def _sync_and_hash(path: Path) -> str:
+def _sync(path: Path) -> None:
     with open(path, "rb") as stream:
         os.fsync(stream.fileno())
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
@@ -96,7 +101,7 @@ def verify(folder: Path) -> None:
         raise LakeError(f"{folder} is not a complete learner state; use an earlier version, or train it again")
     listed = json.loads((folder / MANIFEST).read_text())
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for name, sha256 in zip(listed, pool.map(lambda n: _sync_and_hash(folder / n), listed), strict=True):
+        for name, sha256 in zip(listed, pool.map(lambda n: _sha256(folder / n), listed), strict=True):
             if sha256 != listed[name]["sha256"]:
                 raise LakeError(f"{folder / name} is not the file its manifest lists (SHA-256 differs)")
 

@@ -1,0 +1,111 @@
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tasks.models.logprobs import token_logprobs
+
+F32 = torch.float32
+
+
+def of_logits(logits, target, temperature=1.0, vocab_size=None, chunk=256):
+    """Log-prob and entropy where the hidden state is the row of logits itself."""
+    hidden = torch.tensor([logits])
+    logp, entropy = token_logprobs(
+        hidden,
+        torch.eye(len(logits)),
+        None,
+        torch.tensor([target]),
+        temperature=temperature,
+        vocab_size=vocab_size or len(logits),
+        dtype=F32,
+        chunk=chunk,
+    )
+    return logp.item(), entropy.item()
+
+
+def test_the_distribution_is_the_sampled_one_at_its_temperature_s17_s20():
+    assert of_logits([2.0, 0.0], 0, temperature=0.5)[0] == pytest.approx(-0.018150, abs=1e-6)
+    assert of_logits([1.0, 0.0], 0, temperature=0.5)[0] == pytest.approx(-0.126928, abs=1e-6)
+    assert of_logits([1.0, 0.0, -1.0], 0, temperature=0.5)[0] == pytest.approx(-0.142932, abs=1e-6)
+
+
+def test_s63_the_entropy_is_that_of_the_tempered_distribution():
+    assert of_logits([1.0, 0.0], 0, temperature=0.5)[1] == pytest.approx(0.365334, abs=1e-6)
+    assert of_logits([1.0, 0.0], 0)[1] == pytest.approx(0.582203, abs=1e-6)
+
+
+def test_s31_ids_beyond_the_tokenizer_have_no_probability():
+    logp, entropy = of_logits([1.0, 1.0, 1.0, 1.0], 0, vocab_size=3)
+    assert logp == pytest.approx(-math.log(3), abs=1e-6)
+    assert entropy == pytest.approx(math.log(3), abs=1e-6)
+
+
+def test_a_certain_and_an_impossible_token_stay_finite():
+    assert of_logits([1000.0, 0.0], 0) == (0.0, 0.0)
+    assert of_logits([1000.0, 0.0], 1)[0] == -1000.0
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("chunk", [1, 4, 256])
+def test_values_and_gradients_equal_a_dense_log_softmax(chunk, temperature):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(10, 6, generator=generator, requires_grad=True)
+    weight = torch.randn(20, 6, generator=generator, requires_grad=True)
+    bias = torch.randn(20, generator=generator, requires_grad=True)
+    targets = torch.randint(17, (10,), generator=generator)
+    upstream = torch.randn(10, generator=generator)
+
+    logp, entropy = token_logprobs(
+        hidden, weight, bias, targets, temperature=temperature, vocab_size=17, dtype=F32, chunk=chunk
+    )
+    gradients = torch.autograd.grad(logp @ upstream, (hidden, weight, bias))
+
+    dense = torch.log_softmax((hidden @ weight.T + bias)[:, :17] / temperature, -1)
+    picked = dense.gather(-1, targets[:, None])[:, 0]
+    torch.testing.assert_close(logp, picked)
+    torch.testing.assert_close(entropy, -(dense.exp() * dense).sum(-1))
+    for ours, theirs in zip(gradients, torch.autograd.grad(picked @ upstream, (hidden, weight, bias)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_bfloat16_is_close_and_gives_float32():
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(8, 16, generator=generator), torch.randn(30, 16, generator=generator)
+    targets = torch.arange(8)
+    exact, _ = token_logprobs(hidden, weight, None, targets, temperature=1.0, vocab_size=30, dtype=F32)
+    rounded, _ = token_logprobs(hidden, weight, None, targets, temperature=1.0, vocab_size=30, dtype=torch.bfloat16)
+    assert rounded.dtype == F32
+    torch.testing.assert_close(rounded, exact, atol=0.1, rtol=0.02)
+
+
+class LargestTensor(TorchDispatchMode):
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self.bytes = max(self.bytes, leaf.untyped_storage().nbytes())
+        return result
+
+
+def test_s63_no_temporary_is_larger_than_a_chunk_in_training_neither():
+    tokens, vocabulary, chunk = 4096, 32000, 128
+    hidden = torch.ones(tokens, 4, requires_grad=True)
+    weight = torch.ones(vocabulary, 4, requires_grad=True)
+    with LargestTensor() as largest:
+        logp, _ = token_logprobs(
+            hidden,
+            weight,
+            None,
+            torch.zeros(tokens, dtype=torch.int64),
+            temperature=1.0,
+            vocab_size=vocabulary,
+            dtype=F32,
+            chunk=chunk,
+        )
+        logp.sum().backward()
+    assert largest.bytes <= chunk * vocabulary * 4
