@@ -1,7 +1,7 @@
 """Shards: Parquet files of one declared table. The writer checks every value, the reader every byte."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -57,26 +57,24 @@ def write_shard(path: Path, data: pa.Table, table: Table, facts: dict[str, str] 
     )
 
 
-def read_shard(folder: Path, output: Output) -> pa.Table:
-    """Reads one committed shard, refusing a file that isn't the one the manifest lists.
+def read_shard(folder: Path, output: Output, columns: Sequence[str] | None = None) -> pa.Table:
+    """Reads one committed shard, or some columns of it, refusing a file that isn't the one the manifest lists.
 
     Raises LakeError that names the file.
     """
-    table = TABLES[output.table]
     path = folder / output.path
-    if output.fingerprint != table.fingerprint:
-        raise LakeError(
-            f"{path} was written under another schema of {table.name} ({output.fingerprint}, this version reads "
-            f"{table.fingerprint}); read it with the version of rollbook that its manifest names"
-        )
+    if problem := foreign_schema(path, output):
+        raise LakeError(problem)
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         raise LakeError(f"{path} is listed by its manifest but missing; restore it, or rerun its stage") from None
     if hashlib.sha256(content).hexdigest() != output.sha256:
         raise LakeError(f"{path} is not the file its manifest lists (SHA-256 differs); restore it, or rerun its stage")
-    data = pq.read_table(pa.BufferReader(content))
-    return data.cast(table.arrow).replace_schema_metadata(data.schema.metadata)
+    file = pq.ParquetFile(pa.BufferReader(content))
+    if problem := schema_difference(file.schema_arrow, TABLES[output.table]):
+        raise LakeError(f"{path} doesn't have the schema of {output.table}: {problem}")
+    return file.read(columns)
 
 
 def read_all(folder: Path, outputs: Iterable[Output], table: str) -> pa.Table:
@@ -85,8 +83,47 @@ def read_all(folder: Path, outputs: Iterable[Output], table: str) -> pa.Table:
     return pa.concat_tables(shards) if shards else TABLES[table].arrow.empty_table()
 
 
+def foreign_schema(path: Path, output: Output) -> str | None:
+    """Why this version of rollbook doesn't read a listed file, in words; None where it does."""
+    table = TABLES.get(output.table)
+    if table is None:
+        return f"{path} is a shard of {output.table}, a table that this version of rollbook doesn't know"
+    if output.fingerprint == table.fingerprint:
+        return None
+    metadata = pq.read_metadata(path).metadata or {}
+    version = metadata.get(b"rollbook.version", b"unknown").decode()
+    return (
+        f"{path} was written under schema version {version} of {table.name} (fingerprint {output.fingerprint}); this "
+        f"rollbook reads version {table.version} (fingerprint {table.fingerprint}). Read it with the rollbook that "
+        f"wrote it: its manifest names the code_version"
+    )
+
+
+def schema_difference(found: pa.Schema, table: Table) -> str | None:
+    """What sets a file's schema apart from the declared one, in words; None where they are equal."""
+    if found.equals(table.arrow, check_metadata=False):
+        return None
+    declared, given = ({f.name: _describe(f) for f in schema} for schema in (table.arrow, found))
+    return (
+        "; ".join(
+            [f"column {name} is missing" for name in declared if name not in given]
+            + [f"column {name} is not declared" for name in given if name not in declared]
+            + [
+                f"column {n} is {given[n]}, declared {declared[n]}"
+                for n in declared
+                if given.get(n, declared[n]) != declared[n]
+            ]
+        )
+        or "the columns are in another order"
+    )
+
+
+def _describe(field: pa.Field) -> str:
+    return f"{field.type}" if field.nullable else f"{field.type} not null"
+
+
 def conform(data: pa.Table, table: Table) -> pa.Table:
-    """The data under the declared schema, every value checked; never a silent cast.
+    """The data under the declared schema, every value checked. Widths are adapted, kinds never (no text to numbers).
 
     Raises InvalidShard.
     """
@@ -94,19 +131,36 @@ def conform(data: pa.Table, table: Table) -> pa.Table:
     unknown = [name for name in data.column_names if name not in table.arrow.names]
     if missing or unknown:
         raise InvalidShard(f"{table.name}: columns missing {missing}, unknown {unknown}")
+    data = data.select(table.arrow.names).combine_chunks()
+    for column in table.columns:
+        _check_kind(data, column, table)
+        _check_nulls(data, column, table)
     try:
-        data = data.select(table.arrow.names).cast(table.arrow)
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, ValueError) as error:
+        data = data.cast(table.arrow)
+    except pa.ArrowInvalid as error:
         raise InvalidShard(f"{table.name}: {error}") from None
     for column in table.columns:
-        _check_nulls(data, column, table)
         _check_values(data, column, table)
     _check_lengths(data, table)
     return data
 
 
-def _row_name(data: pa.Table, table: Table, row: int) -> str:
-    return ", ".join(f"{key} {data.column(key)[row]}" for key in table.key)
+def _check_kind(data: pa.Table, column: Column, table: Table) -> None:
+    given = data.schema.field(column.name).type
+    if not (pa.types.is_null(given) or _same_kind(given, column.type)):
+        raise InvalidShard(f"{table.name}.{column.name} is declared {column.type}, got {given}")
+
+
+def _same_kind(given: pa.DataType, declared: pa.DataType) -> bool:
+    t = pa.types
+    if t.is_list(declared):
+        is_list = t.is_list(given) or t.is_large_list(given)
+        return is_list and (t.is_null(given.value_type) or _same_kind(given.value_type, declared.value_type))
+    if t.is_string(declared):
+        return t.is_string(given) or t.is_large_string(given)
+    if t.is_floating(declared):
+        return t.is_float32(given) or t.is_float64(given) or t.is_integer(given)
+    return t.is_integer(given) if t.is_integer(declared) else given == declared
 
 
 def _check_nulls(data: pa.Table, column: Column, table: Table) -> None:
@@ -114,10 +168,8 @@ def _check_nulls(data: pa.Table, column: Column, table: Table) -> None:
     if values.null_count and not column.nullable:
         row = pc.index(values.is_null(), True).as_py()
         raise InvalidShard(f"{table.name}.{column.name} is null at {_row_name(data, table, row)}")
-    if column.is_list:
-        inside = pc.list_flatten(values)
-        if inside.null_count:
-            raise _inside_error(data, column, table, inside.is_null(), "is null")
+    if column.is_list and pc.list_flatten(values).null_count:
+        raise _inside_error(data, column, table, pc.list_flatten(values).is_null(), "is null")
 
 
 def _check_values(data: pa.Table, column: Column, table: Table) -> None:
@@ -134,34 +186,38 @@ def _check_values(data: pa.Table, column: Column, table: Table) -> None:
         if pc.any(mask).as_py():
             if column.is_list:
                 raise _inside_error(data, column, table, mask, what)
-            row = pc.index(pc.fill_null(mask, False), True).as_py()
+            row = pc.index(mask, True).as_py()
             raise InvalidShard(f"{table.name}.{column.name} {what} at {_row_name(data, table, row)}: {values[row]}")
 
 
-def _inside_error(data: pa.Table, column: Column, table: Table, mask: pa.ChunkedArray, what: str) -> InvalidShard:
-    values = data.column(column.name)
-    index = pc.index(mask, True).as_py()
-    row = pc.list_parent_indices(values.combine_chunks())[index].as_py()
-    position = index - sum(pc.fill_null(pc.list_value_length(values.slice(0, row)), 0).to_pylist())
-    value = pc.list_flatten(values)[index]
-    return InvalidShard(
-        f"{table.name}.{column.name} {what} at {_row_name(data, table, row)}, position {position}: {value}"
-    )
-
-
 def _check_lengths(data: pa.Table, table: Table) -> None:
-    names = [name for name in table.token_columns if name != "process"]
-    if not names:
+    if not table.token_columns:
         return
-    first = pc.list_value_length(data.column(names[0]))
-    others = {name: pc.list_value_length(data.column(name)) for name in names[1:]}
+    name, *others = table.token_columns
+    expected = pc.list_value_length(data.column(name))
+    lengths = {other: pc.list_value_length(data.column(other)) for other in others}
     if "response_len" in table.arrow.names:
-        others["response_len"] = data.column("response_len")
-    for name, lengths in others.items():
-        differs = pc.not_equal(first, lengths)
+        lengths["response_len"] = data.column("response_len")
+    for other, found in lengths.items():
+        differs = pc.not_equal(expected, found)
         if pc.any(differs).as_py():
             row = pc.index(differs, True).as_py()
             raise InvalidShard(
-                f"{table.name}: {names[0]} has {first[row]} entries but {name} says {lengths[row]} "
+                f"{table.name}: {name} has {expected[row]} entries but {other} says {found[row]} "
                 f"at {_row_name(data, table, row)}"
             )
+
+
+def _row_name(data: pa.Table, table: Table, row: int) -> str:
+    return ", ".join(f"{key} {data.column(key)[row]}" for key in table.key)
+
+
+def _inside_error(data: pa.Table, column: Column, table: Table, mask: pa.ChunkedArray, what: str) -> InvalidShard:
+    values = data.column(column.name).combine_chunks()
+    index = pc.index(mask, True).as_py()
+    row = pc.list_parent_indices(values)[index].as_py()
+    position = index - (pc.sum(pc.list_value_length(values[:row])).as_py() or 0)
+    return InvalidShard(
+        f"{table.name}.{column.name} {what} at {_row_name(data, table, row)}, position {position}: "
+        f"{values[row][position]}"
+    )

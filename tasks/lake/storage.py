@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 
 class LakeError(RuntimeError):
@@ -41,19 +41,25 @@ def write_atomic(path: Path, produce: Callable[[BinaryIO], None]) -> tuple[int, 
     """Writes through a temporary file, fsync and rename. Returns bytes and SHA-256.
 
     On any failure (a full disk, a kill) the file at `path` is what it was before.
+    Raises LakeError where the disk refuses.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as stream:
             hashing = _Hashing(stream)
             produce(hashing)  # type: ignore[arg-type]
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             temporary.unlink()
+        if isinstance(error, OSError):
+            raise LakeError(
+                f"{path} can't be written: {error.strerror or error}; nothing was changed, "
+                f"make room or permit it, then run the same command again"
+            ) from error
         raise
     sync_directory(path.parent)
     return hashing.size, hashing.sha256.hexdigest()
@@ -77,6 +83,11 @@ def sync_directory(path: Path) -> None:
         os.close(handle)
 
 
+_held: set[TextIO] = set()
+# A forked child inherits the lock, and would keep it after its parent died.
+os.register_at_fork(after_in_child=lambda: [handle.close() for handle in _held])
+
+
 @contextmanager
 def exclusive(path: Path, purpose: str) -> Iterator[None]:
     """Holds an operating-system lock on `path`; it dies with its holder, so it can't leak.
@@ -96,4 +107,8 @@ def exclusive(path: Path, purpose: str) -> Iterator[None]:
         handle.truncate(0)
         handle.write(str(os.getpid()))
         handle.flush()
-        yield
+        _held.add(handle)
+        try:
+            yield
+        finally:
+            _held.remove(handle)

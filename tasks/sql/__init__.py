@@ -1,0 +1,1 @@
+"""A lake as SQL: views over committed shards, and audits of them."""

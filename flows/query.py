@@ -1,0 +1,394 @@
+"""The commands that read a lake: status, sql, schema, audit. They need no engine and disturb no writer."""
+
+import csv
+import difflib
+import json
+import math
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from enum import StrEnum
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any
+
+import duckdb
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from schemas.manifest import StageName
+from tasks.lake.runs import default_lake, open_run
+from tasks.sql import audit as audits
+from tasks.sql.audit import Finding, Severity
+from tasks.sql.catalog import Relation, relations
+from tasks.sql.connection import connect
+
+WIDTH = 100
+"""Columns of the output where it isn't a terminal."""
+
+TABLE_ROWS = 200
+"""Rows that are printed as a table; csv and json print all."""
+
+
+class QueryError(ValueError):
+    """DuckDB refused a query; the message says why, and names what may have been meant."""
+
+
+class Format(StrEnum):
+    """How a result is printed."""
+
+    TABLE = "table"
+    JSON = "json"
+
+
+class SqlFormat(StrEnum):
+    """How the rows of a query are printed."""
+
+    TABLE = "table"
+    CSV = "csv"
+    JSON = "json"
+
+
+LakeOption = Annotated[Path | None, typer.Option("--lake", help="The lake; ROLLBOOK_LAKE, else ./lake.")]
+RunArgument = Annotated[
+    str | None, typer.Argument(metavar="[RUN]", help="The run; the one written to last if not given.")
+]
+FormatOption = Annotated[Format, typer.Option("--format", help="table for people, json for programs.")]
+
+
+def status(run: RunArgument = None, lake: LakeOption = None, format: FormatOption = Format.TABLE) -> None:
+    """Show where a run stands: the stages of its current iteration, and the last iterations' numbers."""
+    found = open_run(lake or default_lake(), run)
+    done, last = found.next_iteration(), max(found.iterations(), default=0)
+    current = min(done, last)
+    config = found.config_at(current)
+    with connect(found.lake, found.run_id) as connection:
+        stages = _dicts(
+            connection.execute(
+                "SELECT stage, attempt, policy_version_out, rows, bytes, rows_dropped, seconds, ended_at "
+                "FROM stages WHERE iteration = ? ORDER BY ended_at",
+                [current],
+            )
+        )
+        curve = _dicts(connection.execute("FROM iterations ORDER BY iteration DESC LIMIT 10"))[::-1]
+    version = max((s["policy_version_out"] for s in stages), default=0)
+    if format is Format.JSON:
+        _print_json(
+            {
+                "run_id": found.run_id,
+                "lake": str(found.lake),
+                "iterations_done": done,
+                "iterations": config.run.iterations,
+                "policy_version": version,
+                "iteration": current,
+                "stages": stages,
+                "last_iterations": curve,
+            }
+        )
+        return
+    console = _console()
+    console.print(
+        f"run [bold]{escape(found.run_id)}[/] in {escape(str(found.lake))}: {done} of {config.run.iterations} "
+        f"iterations, policy version {version}, model {escape(config.models.policy)}"
+    )
+    by_name = {s["stage"]: s for s in stages}
+    waiting = {"stage": "", "rows": None, "bytes": None, "seconds": None, "attempt": None, "state": "not committed"}
+    shown = [{**waiting, **by_name.get(name, {}), "stage": str(name)} for name in StageName]
+    shown = [s | {"state": "committed"} if s["stage"] in by_name else s for s in shown]
+    _print_table(console, f"iteration {current}", ["stage", "state", "rows", "bytes", "seconds", "attempt"], shown)
+    if curve:
+        _print_table(console, "last iterations", CURVE, curve)
+
+
+CURVE = [
+    "iteration",
+    "policy_version_out",
+    "outcome_mean",
+    "heldout_score",
+    "kl",
+    "entropy",
+    "clip_fraction",
+    "explained_variance",
+    "response_len_mean",
+    "truncated_fraction",
+    "seconds",
+]
+"""The columns of `iterations` that a person looks at first."""
+
+
+def print_iterations(lake: Path, run_id: str) -> None:
+    """Prints the training curve of a run, one row an iteration."""
+    with connect(lake, run_id) as connection:
+        curve = _dicts(connection.execute("FROM iterations"))
+    _print_table(_console(), f"iterations of {run_id}", CURVE, curve)
+
+
+def print_suggestions(lake: Path, run_id: str) -> None:
+    """Prints three queries of this run to try next."""
+    console = _console()
+    console.print("try next:", style="bold")
+    for query in (
+        f"SELECT iteration, avg(outcome), any_value(text) FROM rollouts JOIN experience USING (run_id, iteration, "
+        f"sample_id) WHERE run_id = '{run_id}' GROUP BY iteration ORDER BY iteration",
+        f"SELECT position, token_id, behavior_logp, sampled_kl, advantage FROM tokens WHERE run_id = '{run_id}' AND "
+        f"sample_id = (SELECT arg_max(sample_id, outcome) FROM experience WHERE run_id = '{run_id}')",
+        f"SELECT stage, avg(seconds), sum(bytes) FROM stages WHERE run_id = '{run_id}' GROUP BY stage",
+    ):
+        print(f'  rollbook sql --lake {lake} "{query}"')
+
+
+def sql(
+    query: Annotated[str, typer.Argument(help="Any DuckDB query; `rollbook schema` lists tables and views.")],
+    lake: LakeOption = None,
+    run: Annotated[str | None, typer.Option("--run", help="Only this run; every run of the lake if not given.")] = None,
+    format: Annotated[SqlFormat, typer.Option("--format", help="table, csv or json.")] = SqlFormat.TABLE,
+) -> None:
+    """Query a lake with SQL: its tables and the views tokens, iterations, stages and more."""
+    with connect(lake or default_lake(), run) as connection:
+        try:
+            result = connection.execute(query)
+            names = _unique([column[0] for column in result.description or ()])
+            rows = _rows(result)
+            if format is SqlFormat.JSON:
+                _write_json(names, rows)
+            elif format is SqlFormat.CSV:
+                writer = csv.writer(sys.stdout, lineterminator="\n")
+                writer.writerow(names)
+                writer.writerows([_csv_cell(value) for value in row] for row in rows)
+            else:
+                _show_rows(names, rows)
+        except duckdb.Error as error:
+            raise QueryError(_explain(str(error), connection)) from None
+
+
+def schema(
+    table: Annotated[str | None, typer.Argument(metavar="[TABLE]", help="A table or view; all if not given.")] = None,
+    format: FormatOption = Format.TABLE,
+) -> None:
+    """Print the columns of a table or view with type, unit, shape and meaning, or list what there is."""
+    known = relations()
+    if table is not None and table not in known:
+        near = difflib.get_close_matches(table, known, n=1, cutoff=0.4)
+        raise QueryError(
+            f"there is no table or view {table}"
+            + (f"; did you mean {near[0]}?" if near else "")
+            + f" There are: {', '.join(known)}"
+        )
+    if format is Format.JSON:
+        chosen = [known[table]] if table else known.values()
+        described = [{"name": r.name, "kind": r.kind, "meaning": r.meaning, "columns": _columns(r)} for r in chosen]
+        _print_json(described[0] if table else described)
+        return
+    console = _console()
+    if table is None:
+        listed = [{"name": r.name, "kind": r.kind, "a row": r.meaning} for r in known.values()]
+        _print_table(console, None, ["name", "kind", "a row"], listed)
+        console.print("rollbook schema TABLE prints the columns of one", style="dim")
+        return
+    relation = known[table]
+    console.print(f"[bold]{relation.name}[/] ({relation.kind}): {escape(relation.meaning)}")
+    rows = _columns(relation)
+    used = [key for key in rows[0] if key in ("name", "type", "meaning") or any(row[key] for row in rows)]
+    _print_table(console, None, used, rows)
+
+
+def audit(
+    run: RunArgument = None,
+    iteration: Annotated[int | None, typer.Option("--iteration", help="Only this iteration.")] = None,
+    all_runs: Annotated[bool, typer.Option("--all", help="Every run of the lake.")] = False,
+    lake: LakeOption = None,
+    format: FormatOption = Format.TABLE,
+) -> None:
+    """Check the invariants of a run: every digest, mask, reward and advantage. Exit status 1 where one is broken.
+
+    Warnings are shown, and leave the exit status at 0.
+    """
+    place = lake or default_lake()
+    run_id = None if all_runs else open_run(place, run).run_id
+    findings = audits.audit(place, run_id, iteration)
+    errors = [f for f in findings if f.audit.severity is Severity.ERROR]
+    if format is Format.JSON:
+        _print_json(
+            {
+                "lake": str(place),
+                "run_id": run_id,
+                "iteration": iteration,
+                "audits": len(audits.catalogue()),
+                "errors": len(errors),
+                "warnings": len(findings) - len(errors),
+                "findings": [_finding(f) for f in findings],
+            }
+        )
+    else:
+        _show_findings(findings, f"run {run_id}" if run_id else f"every run in {place}")
+    if errors:
+        raise typer.Exit(1)
+
+
+def _finding(finding: Finding) -> dict[str, Any]:
+    about = finding.audit
+    return {
+        "audit": about.name,
+        "severity": about.severity,
+        "why": about.why,
+        "remedy": about.remedy,
+        "count": finding.count,
+        "breaches": [vars(breach) for breach in finding.breaches],
+    }
+
+
+def _show_findings(findings: Sequence[Finding], what: str) -> None:
+    console = _console()
+    for finding in findings:
+        about = finding.audit
+        style = "red" if about.severity is Severity.ERROR else "yellow"
+        console.print(f"[bold {style}]{about.severity}[/] [bold]{about.name}[/]: {finding.count} found")
+        console.print(f"  why: {escape(about.why)}", f"  remedy: {escape(about.remedy)}", sep="\n")
+        for breach in finding.breaches:
+            place = f"{breach.run_id} iteration {breach.iteration} {breach.subject}"
+            console.print(f"  - {escape(place)}: {escape(breach.detail)}", highlight=False)
+        if finding.count > len(finding.breaches):
+            console.print(f"  ... and {finding.count - len(finding.breaches)} more")
+    audited = len(audits.catalogue())
+    console.print(f"{what}: {audited - len(findings)} of {audited} audits found nothing")
+
+
+# SQL errors
+
+_MISSING = re.compile(
+    r"(?:Table with name|Function with name|Referenced column|Referenced table|column named) \"?([^\s\"!]+)\"?"
+)
+
+
+def _explain(message: str, connection: duckdb.DuckDBPyConnection) -> str:
+    """DuckDB's message without its own guesses, and the nearest table or column of the lake."""
+    refusal, _, rest = message.partition("\n")
+    place = "".join(f"\n{line}" for line in rest.splitlines() if line.startswith("LINE") or line.strip() == "^")
+    missing = _MISSING.search(refusal)
+    if missing is None:
+        return message
+    names = [row[0] for row in connection.execute("SELECT DISTINCT column_name FROM duckdb_columns()").fetchall()]
+    tables = list(relations())
+    near = difflib.get_close_matches(missing[1], tables if "Table" in refusal else [*names, *tables], n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(tables)}; rollbook schema TABLE has columns"
+    return f"{refusal}{place}\n{hint}"
+
+
+# Printing
+
+
+def _console() -> Console:
+    return Console() if sys.stdout.isatty() else Console(width=WIDTH)
+
+
+def _rows(result: duckdb.DuckDBPyConnection) -> Iterator[tuple[Any, ...]]:
+    while rows := result.fetchmany(4096):
+        yield from rows
+
+
+def _dicts(result: duckdb.DuckDBPyConnection) -> list[dict[str, Any]]:
+    names = [column[0] for column in result.description or ()]
+    return [dict(zip(names, row, strict=True)) for row in _rows(result)]
+
+
+def _columns(relation: Relation) -> list[dict[str, str]]:
+    return [vars(column) for column in relation.columns]
+
+
+def _unique(names: list[str]) -> list[str]:
+    """Names of which none comes twice: a second `x` is called `x_1`."""
+    unique: list[str] = []
+    for name in names:
+        candidate, number = name, 0
+        while candidate in unique:
+            number += 1
+            candidate = f"{name}_{number}"
+        unique.append(candidate)
+    return unique
+
+
+def plain(value: Any) -> Any:
+    """A value of a query as plain JSON data. JSON has no NaN and no infinity: they become text, apart from null."""
+    match value:
+        case float():
+            return value if math.isfinite(value) else {math.inf: "Infinity", -math.inf: "-Infinity"}.get(value, "NaN")
+        case Decimal():
+            return int(value) if value == value.to_integral_value() else float(value)
+        case datetime() | date() | time():
+            return value.isoformat()
+        case timedelta():
+            return value.total_seconds()
+        case bytes():
+            return value.hex()
+        case dict():
+            return {str(key): plain(inner) for key, inner in value.items()}
+        case list() | tuple():
+            return [plain(inner) for inner in value]
+        case None | bool() | int() | str():
+            return value
+        case _:
+            return str(value)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(plain(value), indent=1, allow_nan=False))
+
+
+def _write_json(names: Sequence[str], rows: Iterable[tuple[Any, ...]]) -> None:
+    """A list of objects, one a line, written as the rows come."""
+    before = "["
+    for row in rows:
+        sys.stdout.write(before + json.dumps(dict(zip(names, map(plain, row), strict=True)), allow_nan=False))
+        before = ",\n "
+    sys.stdout.write("]\n" if before != "[" else "[]\n")
+
+
+def _csv_cell(value: Any) -> Any:
+    value = plain(value)
+    return json.dumps(value) if isinstance(value, (list, dict, bool)) else value
+
+
+def _show_rows(names: Sequence[str], rows: Iterator[tuple[Any, ...]]) -> None:
+    shown = [dict(zip(names, row, strict=True)) for row in islice(rows, TABLE_ROWS)]
+    console = _console()
+    widths = [max([len(name), *(len(_cell(row[name])) for row in shown)]) for name in names]
+    if sum(widths) + 2 * len(names) <= console.width or not shown:
+        _print_table(console, None, names, shown)
+    else:
+        # Too wide for a line: one column a line, as psql's expanded display.
+        for number, row in enumerate(shown):
+            console.rule(f"row {number}", align="left")
+            _print_table(console, None, ["", " "], [{"": name, " ": row[name]} for name in names], header=False)
+    if next(rows, None) is not None:
+        print(f"only the first {TABLE_ROWS} rows are shown; --format csv or json prints all", file=sys.stderr)
+
+
+def _print_table(
+    console: Console, title: str | None, names: Sequence[str], rows: Sequence[dict[str, Any]], *, header: bool = True
+) -> None:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_header=header, pad_edge=False)
+    for name in names:
+        numeric = any(isinstance(row[name], (int, float)) for row in rows) and header
+        table.add_column(name, justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(escape(_cell(row[name])) for name in names))
+    console.print(table)
+
+
+def _cell(value: Any) -> str:
+    match value:
+        case None:
+            return "-"
+        case float():
+            return f"{value:.5g}"
+        case datetime():
+            return f"{value:%Y-%m-%d %H:%M:%S}"
+        case list():
+            return "[" + ", ".join(map(_cell, value)) + "]"
+        case _:
+            return str(value)

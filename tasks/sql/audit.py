@@ -1,0 +1,92 @@
+"""The audits: invariants of a lake, one SQL file each, and what breaks them."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+import duckdb
+
+from tasks.sql import declared, shard_files
+from tasks.sql.connection import add_tables, open_snapshot
+from tasks.sql.snapshot import take
+
+EXAMPLES = 20
+"""Findings of one audit that are told one by one; the others are counted."""
+
+
+class Severity(StrEnum):
+    """An error means that the lake can't be trusted there; a warning that a person should look."""
+
+    ERROR = "error"
+    WARNING = "warning"
+
+
+@dataclass(frozen=True)
+class Audit:
+    """One invariant. Its query returns a row (run_id, iteration, subject, detail) for each breach."""
+
+    name: str
+    severity: Severity
+    why: str
+    remedy: str
+    query: str
+
+
+@dataclass(frozen=True)
+class Breach:
+    """One row that breaks an invariant. `subject` names it: a sample, a step, a file."""
+
+    run_id: str
+    iteration: int
+    subject: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """An audit that found something: how often, and the first breaches in order."""
+
+    audit: Audit
+    count: int
+    breaches: tuple[Breach, ...]
+
+
+@cache
+def catalogue() -> tuple[Audit, ...]:
+    """Every audit, by name."""
+    folder = files("tasks.sql") / "audits"
+    sources = {entry.name.removesuffix(".sql"): entry.read_text() for entry in folder.iterdir()}
+    return tuple(_parse(name, text) for name, text in sorted(sources.items()))
+
+
+def _parse(name: str, text: str) -> Audit:
+    header = dict(re.findall(r"^-- (severity|why|remedy): (.+)$", text, re.MULTILINE))
+    return Audit(name, Severity(header["severity"]), header["why"], header["remedy"], text)
+
+
+def audit(lake: Path, run_id: str | None = None, iteration: int | None = None) -> list[Finding]:
+    """Runs every audit over the lake, one run of it, or one iteration. No finding: the invariants hold.
+
+    An iteration with a shard that can't be read is found by file_digests or schema_fingerprints, and left out of the
+    other audits. Raises LakeError where there is nothing to audit or a manifest can't be read.
+    """
+    snapshot = take(lake, run_id, iteration)
+    inspected = shard_files.inspect(snapshot)
+    readable = snapshot.without(shard_files.unreadable(inspected))
+    with open_snapshot(readable) as connection:
+        add_tables(connection, {"files": inspected})
+        for name, sql in declared.views().items():
+            connection.execute(f"CREATE VIEW {name} AS {sql}")
+        return list(_findings(connection))
+
+
+def _findings(connection: duckdb.DuckDBPyConnection) -> Iterator[Finding]:
+    for each in catalogue():
+        breaches = f"SELECT run_id, iteration, subject, detail, count(*) OVER () FROM (\n{each.query}\n)"
+        rows = connection.execute(f"{breaches} ORDER BY run_id, iteration, subject, detail LIMIT {EXAMPLES}").fetchall()
+        if rows:
+            yield Finding(each, rows[0][-1], tuple(Breach(*row[:-1]) for row in rows))

@@ -1,0 +1,32 @@
+-- severity: error
+-- why: the masks follow from action_mask and from how the response ended; a wrong one trains on tokens nobody chose
+-- remedy: a fault of the advantages stage; remove its folder and those of the stages after it, and run again
+WITH tokens AS (
+    SELECT
+        e.run_id, e.iteration, e.sample_id, e.score_index,
+        NOT r.terminated AND r.truncated AS cut,
+        unnest(e.action_mask) AS action,
+        unnest(r.action_mask) AS sampled,
+        unnest(e.transition_mask) AS transition,
+        unnest(e.value_mask) AS counted,
+        unnest(e.bootstrap_mask) AS bootstrap,
+        unnest(e.continuation_mask) AS continuation,
+        generate_subscripts(e.action_mask, 1) - 1 AS position,
+    FROM experience AS e
+    JOIN (SELECT run_id, iteration, sample_id, terminated, truncated, action_mask FROM rollouts) AS r
+        USING (run_id, iteration, sample_id)
+)
+SELECT run_id, iteration, sample_id AS subject,
+    format('{} tokens, the first at position {}: {}', count(*), min(position), arg_min(wrong, position)) AS detail
+FROM (
+    SELECT *, action AND position < score_index AS inside, CASE
+        WHEN action <> sampled THEN 'action_mask is not the one of rollouts'
+        WHEN transition <> inside THEN 'transition_mask'
+        WHEN counted <> action THEN 'value_mask'
+        WHEN continuation <> inside THEN 'continuation_mask'
+        WHEN bootstrap <> (inside OR (action AND position = score_index AND cut)) THEN 'bootstrap_mask'
+    END AS wrong
+    FROM tokens
+)
+WHERE wrong IS NOT NULL
+GROUP BY ALL

@@ -1,0 +1,19 @@
+-- severity: error
+-- why: r[t] = -beta * kl[t] + outcome at score_index and nothing else, 0 where the policy did not act (C2)
+-- remedy: a fault of the advantages stage; remove its folder and those of the stages after it, and run again
+WITH tokens AS (
+    SELECT
+        run_id, iteration, sample_id, kl_coef_used, outcome,
+        unnest(shaped_reward) AS reward,
+        unnest(sampled_kl)::DOUBLE AS kl,
+        unnest(score_mask) AS score,
+        unnest(action_mask) AS action,
+        generate_subscripts(shaped_reward, 1) - 1 AS position,
+    FROM experience
+)
+SELECT run_id, iteration, sample_id AS subject,
+    format('{} tokens, the first at position {}: shaped_reward {:.6g}, its parts give {:.6g}', count(*), min(position),
+        arg_min(reward, position), arg_min(expected, position)) AS detail
+FROM (SELECT *, if(action, -kl_coef_used * kl + if(score, coalesce(outcome, 0), 0), 0) AS expected FROM tokens)
+WHERE differs(reward, expected, abs(kl_coef_used * kl) + abs(coalesce(outcome, 0)))
+GROUP BY ALL

@@ -1,0 +1,104 @@
+"""A lake as SQL: an in-memory DuckDB whose views read exactly the files that committed manifests list.
+
+In memory, so that any number of readers work beside a writer; never a glob, so that a half-written or stray file is
+never read; no guess at types from folder names.
+"""
+
+import os
+import tempfile
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+
+import duckdb
+import pyarrow as pa
+
+from schemas import TABLES
+from schemas.columns import Table
+from tasks.lake.shards import foreign_schema
+from tasks.lake.storage import LakeError
+from tasks.sql.snapshot import Snapshot, take
+
+MEMORY_LIMIT = "2GB"
+"""What DuckDB may hold; a larger query spills to the temporary folder. Half of a small machine."""
+
+VIEWS = ("configs", "tokens", "iterations")
+"""Views written in SQL, each after those it reads."""
+
+
+def connect(lake: Path, run_id: str | None = None) -> duckdb.DuckDBPyConnection:
+    """A connection with every table and view of the lake, of one run or of all.
+
+    Raises LakeError where there is no run, a manifest can't be read, or a shard has a foreign schema.
+    """
+    return open_snapshot(take(lake, run_id))
+
+
+def open_snapshot(snapshot: Snapshot) -> duckdb.DuckDBPyConnection:
+    """A connection over the committed shards of a snapshot."""
+    paths: dict[str, list[str]] = {name: [] for name in TABLES}
+    empty: dict[str, list[str]] = {name: [] for name in TABLES}
+    for _, output, path in snapshot.outputs():
+        if problem := foreign_schema(path, output):
+            raise LakeError(problem)
+        (paths if output.rows else empty)[output.table].append(str(path))
+
+    connection = duckdb.connect(":memory:", config=_settings())
+    connection.execute("SET TimeZone = 'UTC'; SET enable_progress_bar = false")
+    for name, table in TABLES.items():
+        # Empty shards last: DuckDB plans its threads by the first file.
+        connection.execute(_view(table, paths[name] + empty[name]))
+    add_tables(connection, snapshot.tables())
+    connection.execute(view_sql("macros"))
+    for name in VIEWS:
+        connection.execute(f"CREATE VIEW {name} AS {view_sql(name)}")
+    return connection
+
+
+def add_tables(connection: duckdb.DuckDBPyConnection, tables: Mapping[str, pa.Table]) -> None:
+    for name, rows in tables.items():
+        connection.register("incoming", rows)
+        connection.execute(f"CREATE TABLE {name} AS FROM incoming")
+        connection.unregister("incoming")
+
+
+def view_sql(name: str) -> str:
+    return (files("tasks.sql") / "views" / f"{name}.sql").read_text()
+
+
+def _settings() -> dict[str, str | bool | int | float | list[str]]:
+    return {
+        "memory_limit": MEMORY_LIMIT,
+        "temp_directory": str(Path(tempfile.gettempdir()) / f"rollbook-sql-{os.getpid()}"),
+        "autoinstall_known_extensions": False,
+    }
+
+
+def _view(table: Table, paths: list[str]) -> str:
+    columns = ", ".join(table.arrow.names)
+    if not paths:
+        typed = ", ".join(f"NULL::{duckdb_type(c.type)} AS {c.name}" for c in table.columns)
+        return f"CREATE VIEW {table.name} AS SELECT {typed} WHERE false"
+    listed = ", ".join("'" + path.replace("'", "''") + "'" for path in paths)
+    return (
+        f"CREATE VIEW {table.name} AS SELECT {columns} "
+        f"FROM read_parquet([{listed}], hive_partitioning = false, union_by_name = false)"
+    )
+
+
+def duckdb_type(type: pa.DataType) -> str:
+    """How DuckDB names an Arrow type of the lake."""
+    if pa.types.is_list(type):
+        return duckdb_type(type.value_type) + "[]"
+    return _DUCKDB_TYPES[type]
+
+
+_DUCKDB_TYPES = {
+    pa.string(): "VARCHAR",
+    pa.bool_(): "BOOLEAN",
+    pa.int32(): "INTEGER",
+    pa.int64(): "BIGINT",
+    pa.float32(): "FLOAT",
+    pa.float64(): "DOUBLE",
+    pa.timestamp("us", tz="UTC"): "TIMESTAMP WITH TIME ZONE",
+}

@@ -1,0 +1,100 @@
+"""What the shards of a lake are, byte by byte, beside what their manifests say they are."""
+
+import hashlib
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from schemas import TABLES
+from schemas.columns import BOOL, INT64, ITERATION, RUN_ID, STRING, Column, Table
+from schemas.manifest import Manifest, Output
+from tasks.lake.digest import content_digest
+from tasks.lake.shards import foreign_schema, schema_difference
+from tasks.sql.snapshot import STAGE, Snapshot, arrow_table
+
+FILES = Table(
+    name="files",
+    stage="",
+    meaning="one row a shard, listed or found in the folder of a committed stage: what it is and what it should be",
+    key=("iteration", "stage", "path"),
+    columns=(
+        RUN_ID,
+        ITERATION,
+        STAGE,
+        Column("path", STRING, "the file, below the lake"),
+        Column("table_name", STRING, "the table it is listed for", nullable=True),
+        Column("listed", BOOL, "the manifest lists it"),
+        Column("problem", STRING, "why it can't be read", nullable=True),
+        Column("schema_problem", STRING, "what sets its schema apart from the declared one", nullable=True),
+        Column("rows_listed", INT64, "rows in the manifest", nullable=True),
+        Column("rows_found", INT64, "rows in the file", nullable=True),
+        Column("sha256_listed", STRING, "SHA-256 in the manifest", nullable=True),
+        Column("sha256_found", STRING, "SHA-256 of the file", nullable=True),
+        Column("content_listed", STRING, "content digest in the manifest", nullable=True),
+        Column("content_found", STRING, "content digest of the file", nullable=True),
+        Column("facts", STRING, "the file's metadata, a JSON object", nullable=True),
+    ),
+)
+
+THREADS = 2
+"""Hashing and decompression run outside Python's lock; more threads would hold more shards in memory at once."""
+
+
+def inspect(snapshot: Snapshot) -> pa.Table:
+    """Reads and digests every listed shard, and lists the strays beside them. Rows of `FILES`."""
+    listed = list(snapshot.outputs())
+    with ThreadPoolExecutor(THREADS) as pool:
+        rows = list(pool.map(lambda entry: _inspect(snapshot.lake, *entry), listed))
+    for manifest in snapshot.manifests:
+        names = {"manifest.json", "attempts"} | {o.path for o in manifest.outputs}
+        strays = sorted(p for p in snapshot.folder(manifest).iterdir() if p.name not in names)
+        rows += [_row(snapshot.lake, manifest, path, listed=False) for path in strays]
+    return arrow_table(FILES, [tuple(row.get(c.name) for c in FILES.columns) for row in rows])
+
+
+def unreadable(files: pa.Table) -> set[tuple[str, int]]:
+    """The (run_id, iteration) of which a listed shard can't be read as what it should be."""
+    broken = files.filter(pc.or_(pc.is_valid(files["problem"]), pc.is_valid(files["schema_problem"])))
+    return set(zip(broken["run_id"].to_pylist(), broken["iteration"].to_pylist(), strict=True))
+
+
+def _row(lake: Path, manifest: Manifest, path: Path, **found: Any) -> dict[str, Any]:
+    place = path.relative_to(lake).as_posix()
+    return {"run_id": manifest.run_id, "iteration": manifest.iteration, "stage": manifest.stage, "path": place} | found
+
+
+def _inspect(lake: Path, manifest: Manifest, output: Output, path: Path) -> dict[str, Any]:
+    row = _row(
+        lake,
+        manifest,
+        path,
+        listed=True,
+        table_name=output.table,
+        rows_listed=output.rows,
+        sha256_listed=output.sha256,
+        content_listed=output.content_digest,
+    )
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return row | {"problem": "is listed, but missing"}
+    row["sha256_found"] = hashlib.sha256(content).hexdigest()
+    try:
+        data = pq.read_table(pa.BufferReader(content))
+        data.validate(full=True)
+    except (pa.ArrowException, OSError) as error:
+        return row | {
+            "problem": f"can't be read ({str(error).splitlines()[0]}); {len(content)} bytes, listed {output.bytes}"
+        }
+    row["rows_found"] = data.num_rows
+    metadata = {k.decode().removeprefix("rollbook."): v.decode() for k, v in (data.schema.metadata or {}).items()}
+    row["facts"] = json.dumps(metadata)
+    problem = foreign_schema(path, output) or schema_difference(data.schema, TABLES[output.table])
+    if problem:
+        return row | {"schema_problem": problem}
+    return row | {"content_found": content_digest(data, TABLES[output.table])}

@@ -1,0 +1,184 @@
+"""What a lake has committed at one moment: the manifests, and the tables that are made of them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from schemas.columns import INT32, INT64, ITERATION, RUN_ID, STRING, Column, Table
+from schemas.manifest import Manifest, Output, canonical
+from tasks.lake.runs import Run, RunRecord, open_run
+
+FLOAT64 = pa.float64()
+INSTANT = pa.timestamp("us", tz="UTC")
+STAGE = Column("stage", STRING, "which of the seven stages", enum=True)
+
+STAGES = Table(
+    name="stages",
+    stage="",
+    meaning="one row a committed stage, from its manifest: versions, rows, bytes, timings, code",
+    key=("iteration", "stage"),
+    columns=(
+        RUN_ID,
+        ITERATION,
+        STAGE,
+        Column("attempt", INT32, "which attempt committed, from 1"),
+        Column("policy_version_in", INT32, "policy version the stage worked at"),
+        Column("policy_version_out", INT32, "policy version after the stage"),
+        Column("rows", INT64, "rows written, all tables together"),
+        Column("files", INT32, "shards written"),
+        Column("bytes", INT64, "size of the shards", unit="bytes"),
+        Column("rows_used", INT64, "rows the stage worked on"),
+        Column("rows_dropped", INT64, "rows it left out"),
+        Column("drop_reasons", STRING, "rows left out by reason, a JSON object"),
+        Column("started_at", INSTANT, "start", unit="UTC"),
+        Column("ended_at", INSTANT, "end", unit="UTC"),
+        Column("seconds", FLOAT64, "from start to end", unit="s"),
+        Column("key", STRING, "what the stage is a function of, digested"),
+        Column("key_parts", STRING, "the same before digesting, a JSON object"),
+        Column("digest", STRING, "what the stage wrote: the same for equal work"),
+        Column("facts", STRING, "what the stage states beside its tables, a JSON object"),
+        Column("config_digest", STRING, "digest of the resolved configuration"),
+        Column("code_version", STRING, "version of rollbook and a digest of its sources"),
+        Column("packages", STRING, "package versions, a JSON object"),
+        Column("device", STRING, "the machine's accelerator, or its CPU"),
+        Column("num_threads", INT32, "threads that torch computed with"),
+    ),
+)
+
+INPUTS = Table(
+    name="inputs",
+    stage="",
+    meaning="one row a (stage, stage it read): the lineage between committed stages",
+    key=("iteration", "stage", "input_stage"),
+    columns=(
+        RUN_ID,
+        ITERATION,
+        STAGE,
+        Column("input_run_id", STRING, "run of the stage that was read"),
+        Column("input_iteration", INT32, "its iteration"),
+        Column("input_stage", STRING, "its name"),
+        Column("input_digest", STRING, "its digest when it was read"),
+    ),
+)
+
+OUTPUTS = Table(
+    name="outputs",
+    stage="",
+    meaning="one row a committed shard, as its manifest lists it",
+    key=("iteration", "stage", "path"),
+    columns=(
+        RUN_ID,
+        ITERATION,
+        STAGE,
+        Column("table_name", STRING, "the table the shard belongs to", enum=True),
+        Column("path", STRING, "the file, below the lake"),
+        Column("rows", INT64, "its rows"),
+        Column("bytes", INT64, "its size", unit="bytes"),
+        Column("sha256", STRING, "digest of the file"),
+        Column("content_digest", STRING, "digest of what the rows say, however they are laid out"),
+        Column("fingerprint", STRING, "digest of the schema"),
+    ),
+)
+
+SETTINGS = Table(
+    name="settings",
+    stage="",
+    meaning="one row a (recorded configuration, key): what the run was told, defaults filled in",
+    key=("from_iteration", "key"),
+    columns=(
+        RUN_ID,
+        Column("from_iteration", INT32, "the first iteration the configuration holds for"),
+        Column("key", STRING, "the key as --set takes it, such as advantages.gamma"),
+        Column("value", STRING, "its value: text as it is, anything else as JSON; null where unset", nullable=True),
+    ),
+)
+
+MANIFEST_TABLES = {t.name: t for t in (STAGES, INPUTS, OUTPUTS, SETTINGS)}
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The manifests of some runs of a lake, in order, and the configurations of those runs."""
+
+    lake: Path
+    manifests: tuple[Manifest, ...]
+    records: dict[str, dict[int, RunRecord]]
+
+    def folder(self, manifest: Manifest) -> Path:
+        return Run(self.lake, manifest.run_id).stage_folder(manifest.iteration, manifest.stage)
+
+    def outputs(self) -> Iterator[tuple[Manifest, Output, Path]]:
+        """Every listed shard with the manifest that lists it and its place."""
+        for manifest in self.manifests:
+            folder = self.folder(manifest)
+            for output in manifest.outputs:
+                yield manifest, output, folder / output.path
+
+    def without(self, iterations: set[tuple[str, int]]) -> "Snapshot":
+        """The same without some (run_id, iteration)."""
+        kept = tuple(m for m in self.manifests if (m.run_id, m.iteration) not in iterations)
+        return Snapshot(self.lake, kept, self.records)
+
+    def tables(self) -> dict[str, pa.Table]:
+        """The tables made of manifests and configurations, by name."""
+        rows = {
+            STAGES.name: [_stage(m) for m in self.manifests],
+            INPUTS.name: [
+                (m.run_id, m.iteration, m.stage, i.run_id, i.iteration, i.stage, i.digest)
+                for m in self.manifests
+                for i in m.inputs
+            ],
+            OUTPUTS.name: [
+                (
+                    *(m.run_id, m.iteration, m.stage, o.table, path.relative_to(self.lake).as_posix()),
+                    *(o.rows, o.bytes, o.sha256, o.content_digest, o.fingerprint),
+                )
+                for m, o, path in self.outputs()
+            ],
+            SETTINGS.name: [
+                (run_id, first, key, value)
+                for run_id, records in self.records.items()
+                for first, record in records.items()
+                for key, value in _flat(record.config.model_dump(mode="json"))
+            ],
+        }
+        return {name: arrow_table(MANIFEST_TABLES[name], found) for name, found in rows.items()}
+
+
+def take(lake: Path, run_id: str | None = None, iteration: int | None = None) -> Snapshot:
+    """Reads the manifests of one run or of all, of one iteration or of all.
+
+    Raises LakeError where there is no such run, or a manifest can't be read.
+    """
+    lake = lake.absolute()
+    runs = [] if run_id else [Run(lake, p.parent.name) for p in sorted(lake.glob("runs/*/configs"))]
+    runs = runs or [open_run(lake, run_id)]
+    manifests = tuple(m for run in runs for m in run.manifests() if iteration in (None, m.iteration))
+    return Snapshot(lake, manifests, {run.run_id: run.records() for run in runs})
+
+
+def _stage(m: Manifest) -> tuple[Any, ...]:
+    return (
+        *(m.run_id, m.iteration, m.stage, m.attempt, m.policy_version_in, m.policy_version_out),
+        *(sum(o.rows for o in m.outputs), len(m.outputs), sum(o.bytes for o in m.outputs)),
+        *(m.rows_used, sum(m.rows_dropped.values()), canonical(m.rows_dropped)),
+        *(m.started_at, m.ended_at, m.seconds, m.key, canonical(m.key_parts), m.digest, canonical(m.facts)),
+        *(m.config_digest, m.code_version, canonical(m.packages), m.device, m.num_threads),
+    )
+
+
+def _flat(value: Any, key: str = "") -> Iterator[tuple[str, str | None]]:
+    """Every value of nested plain data by its dotted key."""
+    if isinstance(value, (dict, list)) and value:
+        for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _flat(inner, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, value if value is None or isinstance(value, str) else canonical(value)
+
+
+def arrow_table(table: Table, rows: list[tuple[Any, ...]]) -> pa.Table:
+    columns = list(zip(*rows, strict=True)) if rows else [()] * len(table.columns)
+    return pa.table([pa.array(v, c.type) for v, c in zip(columns, table.columns, strict=True)], table.arrow.names)
