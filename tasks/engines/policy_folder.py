@@ -13,13 +13,11 @@ from tasks.engines.rollout_engine import SyncError
 
 @dataclass(frozen=True)
 class PolicyFolder:
-    """`stop_token_ids` are all ids that end a response: the eos ids of generation_config.json, of config.json and of
-    the tokenizer. `shapes` are those of the parameters by name, `names` all names under which each is known (several
-    where embeddings are tied)."""
+    """`shapes` are those of the parameters by name; `names` gives all names of each, several where embeddings are
+    tied."""
 
     path: Path
     tokenizer: Any
-    context: int
     stop_token_ids: tuple[int, ...]
     shapes: dict[str, torch.Size]
     names: dict[str, tuple[str, ...]]
@@ -44,8 +42,7 @@ class PolicyFolder:
         return cls(
             path=path,
             tokenizer=tokenizer,
-            context=config.get_text_config().max_position_embeddings,
-            stop_token_ids=_stop_token_ids(path, config, tokenizer),
+            stop_token_ids=stop_token_ids(path, tokenizer),
             shapes=shapes,
             names=names,
         )
@@ -91,8 +88,9 @@ class Transfer:
             raise SyncError(f"weight sync: {len(missing)} of {len(self.folder.names)} tensors are missing: {missing}")
 
 
-def _stop_token_ids(path: Path, config: Any, tokenizer: Any) -> tuple[int, ...]:
-    sources = [config.get_text_config().eos_token_id, tokenizer.eos_token_id]
+def stop_token_ids(path: Path, tokenizer: Any) -> tuple[int, ...]:
+    """All ids that end a response: the eos ids of generation_config.json, of config.json and of the tokenizer."""
+    sources = [AutoConfig.from_pretrained(path).get_text_config().eos_token_id, tokenizer.eos_token_id]
     if (path / "generation_config.json").exists():
         sources.append(GenerationConfig.from_pretrained(path).eos_token_id)
     ids: set[int] = set()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from transformers import AutoConfig
 
 from schemas.config import Config
 from schemas.rollouts import FinishReason
@@ -127,7 +128,16 @@ class SyncError(StageError):
 
 
 def open_rollout_engine(config: Config, folder: Path, tokenizer: Any) -> RolloutEngine:
-    """The configured engine, holding the initial policy (version 0) from a folder in Hugging Face layout."""
+    """The configured engine, holding the initial policy (version 0) from a folder in Hugging Face layout.
+
+    Raises StageError where `rollout.max_model_len` passes what the model was made for.
+    """
+    own = AutoConfig.from_pretrained(folder).get_text_config().max_position_embeddings
+    if (config.rollout.max_model_len or 0) > own:
+        raise StageError(
+            f"rollout.max_model_len = {config.rollout.max_model_len}, but the model in {folder} knows {own} positions; "
+            f"lower it to {own}, or leave it out"
+        )
     if config.rollout.engine == "vllm":
         from tasks.engines.vllm_engine import open_vllm
 

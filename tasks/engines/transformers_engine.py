@@ -17,13 +17,13 @@ from schemas.rollouts import FinishReason
 from tasks.engines.policy_folder import PolicyFolder, Transfer
 from tasks.engines.rollout_engine import HeldVersion, Progress, Request, Response, Sampling, Synced, finished
 from tasks.models.loading import DTYPES, load_causal_lm
+from tasks.prompt_ids import context_of
 
 
 def open_transformers(config: Config, folder: Path, tokenizer: Any) -> "TransformersEngine":
     """A transformers model in this process that holds the policy of `folder` as version 0."""
-    read = PolicyFolder.read(folder, tokenizer)
     model = load_causal_lm(folder).to(DTYPES[config.rollout.dtype])
-    return TransformersEngine(model, read, config.rollout.max_model_len or read.context)
+    return TransformersEngine(model, PolicyFolder.read(folder, tokenizer), context_of(config))
 
 
 class TransformersEngine:

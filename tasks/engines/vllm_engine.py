@@ -13,6 +13,7 @@ from schemas.config import Config
 from schemas.rollouts import FinishReason
 from tasks.engines.policy_folder import PolicyFolder, Transfer
 from tasks.engines.rollout_engine import HeldVersion, Progress, Request, Response, Sampling, Synced, finished
+from tasks.prompt_ids import context_of
 from tasks.stage import StageError
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def open_vllm(config: Config, folder: Path, tokenizer: Any) -> "VllmEngine":
         EngineArgs(
             model=str(folder),
             dtype=rollout.dtype,
-            max_model_len=rollout.max_model_len,
+            max_model_len=context_of(config),
             logprobs_mode=LOGPROBS_MODE,
             # Else a model's generation_config.json would fill in what a request leaves open.
             generation_config="vllm",
