@@ -10,7 +10,7 @@ import logging
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from schemas import TABLES
 from schemas.config import Config
 from schemas.manifest import Input, Manifest, Output, StageName, canonical, digest_of, utc_now
 from tasks.lake.runs import Run, config_digest
-from tasks.lake.shards import MAX_FILES, write_shard
+from tasks.lake.shards import MAX_FILES, read_shard, write_shard
 from tasks.lake.storage import LakeError, write_bytes
 
 log = logging.getLogger(__name__)
@@ -97,6 +97,12 @@ class Staging:
         """All rows of an input table, checked against the manifest that committed it."""
         manifest = self.inputs[StageName(TABLES[table].stage)]
         return self.at.run.read(manifest, table)
+
+    def shards(self, table: str, columns: Sequence[str] | None = None) -> list[Callable[[], pa.Table]]:
+        """A reader for each shard of an input table, or of some of its columns, for who can't hold all rows at once."""
+        manifest = self.inputs[StageName(TABLES[table].stage)]
+        folder = self.at.run.stage_folder(manifest.iteration, manifest.stage)
+        return [partial(read_shard, folder, output, columns) for output in manifest.outputs if output.table == table]
 
     def write(self, table: str, columns: Mapping[str, Any], facts: Mapping[str, Any] | None = None) -> None:
         """Writes one shard from its columns (lists, numpy or Arrow arrays); run_id and iteration are filled in.

@@ -14,9 +14,10 @@ def valid(name: str, x: Tensor, mask: Tensor) -> Tensor:
     Any shape, the same for both. Raises NonFinite where the mask is true and x is NaN or infinite.
     """
     kept = torch.where(mask, x, 0)
-    finite = torch.isfinite(kept.detach())
-    if not finite.all():
-        position = tuple(torch.nonzero(~finite)[0].tolist())
-        count = int((~finite).sum())
+    # one pass over the numbers; a NaN wins both extremes
+    if kept.numel() and not all(extreme.isfinite() for extreme in kept.detach().aminmax()):
+        bad = ~torch.isfinite(kept.detach())
+        position = tuple(torch.nonzero(bad)[0].tolist())
+        count = int(bad.sum())
         raise NonFinite(f"{name} is {kept[position].item()} at {position}; {count} such values among those that count")
     return kept

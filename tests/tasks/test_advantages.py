@@ -39,8 +39,13 @@ def row(sample_id: str, logp: list[float], **changes: Any) -> dict[str, Any]:
 CUT = {"finish_reason": "length", "terminated": False, "truncated": True}
 
 
-def write_rollouts(rows: list[dict[str, Any]]) -> Callable[[Staging], Result]:
+def write_rollouts(*shards: list[dict[str, Any]]) -> Callable[[Staging], Result]:
     def body(staging: Staging) -> Result:
+        for rows in shards:
+            write_shard(staging, rows)
+        return Result(sum(map(len, shards)))
+
+    def write_shard(staging: Staging, rows: list[dict[str, Any]]) -> None:
         n = len(rows)
         columns = {
             "sample_id": [r["sample_id"] for r in rows],
@@ -64,13 +69,17 @@ def write_rollouts(rows: list[dict[str, Any]]) -> Callable[[Staging], Result]:
             "text": [""] * n,
         }
         staging.write("rollouts", columns)
-        return Result(n)
 
     return body
 
 
-def write_scores(rows: list[dict[str, Any]]) -> Callable[[Staging], Result]:
+def write_scores(*shards: list[dict[str, Any]]) -> Callable[[Staging], Result]:
     def body(staging: Staging) -> Result:
+        for rows in shards:
+            write_shard(staging, rows)
+        return Result(sum(map(len, shards)))
+
+    def write_shard(staging: Staging, rows: list[dict[str, Any]]) -> None:
         n = len(rows)
         rewards = [(r["sample_id"], *reward) for r in rows for reward in r["rewards"]]
         staging.write(
@@ -100,7 +109,6 @@ def write_scores(rows: list[dict[str, Any]]) -> Callable[[Staging], Result]:
             "critic_digest": ["c"] * n,
         }
         staging.write("forwards", forwards)
-        return Result(n)
 
     return body
 
@@ -335,7 +343,7 @@ def test_an_aborted_episode_that_was_scored_keeps_its_outcome_and_a_failure_drop
     assert rows["s-failed"]["dropped"] == "reward_failed"
 
 
-def test_s13_whitening_is_global_over_valid_tokens_whatever_the_shards(run_advantages, monkeypatch):
+def test_s13_whitening_is_global_over_valid_tokens_whatever_the_blocks(run_advantages, monkeypatch):
     def sample(name: str, rewards: list[float]) -> dict[str, Any]:
         # gamma 0: the advantage of a token is its reward; here the reward is -kl of the token
         return row(name, [-10.0] * len(rewards), ref_logp=[r - 10.0 for r in rewards], rewards=[("r", 0.0, "ok")])
@@ -343,11 +351,11 @@ def test_s13_whitening_is_global_over_valid_tokens_whatever_the_shards(run_advan
     samples = [sample("s-a", [1.0, 3.0]), sample("s-b", [5.0])]
     results = []
     for iteration, size in enumerate((1 << 21, 1)):
-        monkeypatch.setattr(stage, "SHARD_TOKENS", size)
+        monkeypatch.setattr(stage, "BLOCK_TOKENS", size)
         manifest, rows = run_advantages(samples, iteration=iteration, kl_coef=1.0, gamma=0.0, whiten=True)
         results.append([*rows["s-a"]["advantage"], *rows["s-b"]["advantage"]])
-        assert len(manifest.outputs) == 1 + iteration
-        assert manifest.facts["raw_advantage_mean"] == pytest.approx(3.0)
+        assert manifest.facts["whitening"]["mean"] == pytest.approx(3.0)
+        assert manifest.facts["whitening"]["tokens"] == 3
     assert results[0] == pytest.approx([-1.224745, 0.0, 1.224745], abs=1e-6)
     assert results[1] == pytest.approx(results[0], abs=1e-6)
 
@@ -369,7 +377,7 @@ def test_s83_no_rows_make_an_empty_shard_of_the_full_schema(run_advantages, tmp_
 def test_when_every_row_is_dropped_nothing_is_whitened(run_advantages):
     manifest, rows = run_advantages([row("s-a", [-1.0], rewards=[("r", None, "error")])], whiten=True)
     assert rows["s-a"]["advantage"] == [0.0]
-    assert manifest.facts["tokens"] == 0
+    assert manifest.facts["whitening"] is None
 
 
 def test_rows_are_joined_by_sample_id_not_by_position(run_advantages):
@@ -380,13 +388,35 @@ def test_rows_are_joined_by_sample_id_not_by_position(run_advantages):
         assert {**got, "iteration": 0} == first[sample]
 
 
+def test_forwards_are_found_whatever_the_shards_they_were_written_in(tmp_lake):
+    samples = [row(f"s-{k}", [-1.0] * k, value=[float(k)] * k, rewards=[("r", 10.0 * k, "ok")]) for k in range(1, 7)]
+    together, _, _ = commit(tmp_lake, samples, samples, ("r",), 0, {"whiten": True}, 5)
+    apart = At(str(tmp_lake), "r-test", 1)
+    inputs = [
+        (together, write_rollouts(samples), write_scores(samples)),
+        (apart, write_rollouts(samples[:1], samples[1:4], samples[4:]), write_scores(samples[3:][::-1], samples[:3])),
+    ]
+    results = []
+    for at, rollouts_body, scores_body in inputs:
+        rollouts = run_stage(at, StageName.ROLLOUT, rollouts_body, section={}, version=5)
+        scored = run_stage(at, StageName.SCORE, scores_body, section={}, version=5, inputs=[rollouts])
+        advantages(at, rollouts, scored)
+        manifest = at.run.committed(at.iteration, StageName.ADVANTAGES)
+        results.append(at.run.read(manifest, "experience").drop_columns(["iteration"]).to_pylist())
+    assert [o.rows for o in manifest.outputs] == [1, 3, 2]
+    assert manifest.facts["whitening"]["tokens"] == 21
+    for got, expected in zip(*results[::-1], strict=True):
+        assert got.pop("advantage") == pytest.approx(expected.pop("advantage"), abs=1e-6)
+        assert got == expected
+
+
 def test_a_sample_that_was_not_scored_is_named(run_advantages):
     samples = [row("s-a", [-1.0]), row("s-b", [-1.0])]
     with pytest.raises(StageError, match=r"s-b was not scored once by each of the 1 reward sources"):
         run_advantages(samples, scores=[samples[0], row("s-b", [-1.0], rewards=[])])
     with pytest.raises(StageError, match=r"s-b has no forwards"):
         run_advantages(samples, scores=samples[:1], iteration=1)
-    with pytest.raises(StageError, match=r"s-b has rewards but is not among the rollouts"):
+    with pytest.raises(StageError, match=r"1 rewards belong to no sample"):
         run_advantages(samples[:1], scores=samples, iteration=2)
     with pytest.raises(StageError, match=r"s-b has another length"):
         run_advantages(samples, scores=[samples[0], row("s-b", [-1.0, -1.0])], iteration=3)
