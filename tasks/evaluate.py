@@ -1,8 +1,9 @@
 """Stage 7: the new version of the policy answers the held-out prompts, and its scores stand beside the reference's."""
 
 import json
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +11,7 @@ from schemas.config import Config
 from schemas.evaluations import TABLE
 from schemas.ids import derive_seed
 from schemas.manifest import StageName, canonical
+from schemas.rollouts import FinishReason
 from tasks.engines.rollout_engine import Request, Response, RolloutEngine, Sampling, SyncError
 from tasks.engines.scorer import Item, RewardScorer, Score
 from tasks.engines.warm import Warm, warm
@@ -29,6 +31,8 @@ Reference = dict[tuple[str, str], dict[str, Any]]
 
 REFERENCE_COLUMNS = ("reference_text", "reference_score", "reference_status")
 
+COLUMNS = [column.name for column in TABLE.columns if column.name not in ("run_id", "iteration")]
+
 NO_VERSION = -1
 """The engine's version while it answers for the reference, whose weights are of no policy version."""
 
@@ -47,21 +51,23 @@ def evaluate(at: At, policy: Committed) -> Committed:
     shared = {} if pool is None else _identity(config, held, pool)
 
     def body(staging: Staging) -> Result:
-        due = (at.iteration + 1) % config.evaluate.every == 0 or at.iteration == config.run.iterations - 1
-        if pool is None or not due:
-            staging.write("evaluations", {column.name: [] for column in TABLE.columns})
-            return Result(rows_used=0)
+        if pool is None or not is_due(config, at.iteration):
+            return _nothing(staging, {})
         return _evaluate(staging, held, pool, section, shared)
 
     identity = {"policy": held.policy_digest(version), **shared}
     return run_stage(at, StageName.EVALUATE, body, section=section, version=version, inputs=[policy], identity=identity)
 
 
+def is_due(config: Config, iteration: int) -> bool:
+    return (iteration + 1) % config.evaluate.every == 0 or iteration == config.run.iterations - 1
+
+
 def _section(config: Config) -> dict[str, Any]:
     """All settings that the answers and their scores depend on."""
     return {
         "evaluate": config.evaluate.model_dump(mode="json", include={"temperature", "top_p"}),
-        "max_new_tokens": config.evaluate.max_new_tokens or config.rollout.max_new_tokens,
+        "max_new_tokens": _max_new_tokens(config),
         "prompts": config.prompts.model_dump(mode="json", include={"system", "chat"}),
         "longest_prompt": longest_prompt(config),
         "rollout": config.rollout.model_dump(mode="json", include={"engine", "dtype", "stop", "max_model_len"}),
@@ -80,12 +86,19 @@ def _identity(config: Config, held: Warm, pool: Pool) -> dict[str, str]:
     }
 
 
+def _nothing(staging: Staging, dropped: Mapping[str, int]) -> Result:
+    staging.write("evaluations", {name: [] for name in COLUMNS})
+    return Result(rows_used=0, rows_dropped=dropped)
+
+
 def _evaluate(staging: Staging, held: Warm, pool: Pool, section: dict[str, Any], shared: dict[str, str]) -> Result:
     config, version = staging.config, staging.version
     scorers = held.reward_scorers()
     facts = {scorer.source.name: scorer.facts for scorer in scorers}
     sampling = Sampling(config.evaluate.temperature, config.evaluate.top_p, config.rollout.stop)
     asked, dropped = _ask(held, pool, config)
+    if not asked:
+        return _nothing(staging, dropped)
     engine = held.rollout_engine(version)
     answers = _generate(engine, asked, sampling)
     scores = _score(scorers, asked, answers)
@@ -102,23 +115,33 @@ def _evaluate(staging: Staging, held: Warm, pool: Pool, section: dict[str, Any],
             "source": source,
             "response_token_ids": answer.token_ids,
             "text": answer.text,
-            "finish_reason": answer.finish_reason,
+            "finish_reason": _finish_reason(request, answer, config),
             "score": of_source[index].raw,
             "status": of_source[index].status,
             **reference[prompt.prompt_id, source],
         }
-        for index, ((prompt, _), answer) in enumerate(zip(asked, answers, strict=True))
+        for index, ((prompt, request), answer) in enumerate(zip(asked, answers, strict=True))
         for source, of_source in scores.items()
     ]
-    own = [c.name for c in TABLE.columns if c.name not in ("run_id", "iteration")]
-    staging.write("evaluations", {name: [row[name] for row in rows] for name in own})
+    columns = {name: [row[name] for row in rows] for name in COLUMNS}
+    staging.write("evaluations", columns, {**engine.facts, **engine.sampling_facts(sampling)})
     return Result(rows_used=len(asked), rows_dropped=dropped, facts=facts)
+
+
+def _max_new_tokens(config: Config) -> int:
+    return config.evaluate.max_new_tokens or config.rollout.max_new_tokens
+
+
+def _finish_reason(request: Request, answer: Response, config: Config) -> FinishReason:
+    """As the engine says it; a limit that the context set, and not the configuration, is named so."""
+    by_context = answer.finish_reason is FinishReason.LENGTH and request.max_tokens < _max_new_tokens(config)
+    return FinishReason.CONTEXT if by_context else answer.finish_reason
 
 
 def _ask(held: Warm, pool: Pool, config: Config) -> tuple[Asked, Counter[str]]:
     """A request for every held-out prompt that fits, and how many don't, by reason."""
     longest, context = longest_prompt(config), context_of(config)
-    max_new_tokens = config.evaluate.max_new_tokens or config.rollout.max_new_tokens
+    max_new_tokens = _max_new_tokens(config)
     asked, dropped = [], Counter[str]()
     for index, prompt in enumerate(pool.prompts):
         tokens = encode(held.tokenizer, prompt, config.prompts, pool.source)
@@ -131,8 +154,10 @@ def _ask(held: Warm, pool: Pool, config: Config) -> tuple[Asked, Counter[str]]:
 
 
 def _generate(engine: RolloutEngine, asked: Asked, sampling: Sampling) -> list[Response]:
+    started = time.perf_counter()
+
     def progress(done: int, tokens: int) -> None:
-        report(StageName.EVALUATE, done, len(asked), f"{tokens} tokens")
+        report(StageName.EVALUATE, done, len(asked), f"{tokens / (time.perf_counter() - started):.0f} tokens/s")
 
     return engine.generate([request for _, request in asked], sampling, progress)
 
@@ -171,8 +196,10 @@ def _as_reference(engine: RolloutEngine, held: Warm, version: int) -> Iterator[N
                 f"engine ({error}); leave evaluate.source out, or use a reference of the policy's architecture"
             ) from error
         yield
-    finally:
         engine.sync(version, held.learner(version).actor_tensors())
+    except BaseException:
+        held.discard_rollout_engine()  # it holds the weights of no admitted version
+        raise
 
 
 def _by_prompt(asked: Asked, answers: list[Response], scores: dict[str, list[Score]]) -> Reference:

@@ -40,19 +40,19 @@ class FunctionScorer:
         """Starts the process. Raises FunctionError where the function can't be imported."""
         self.source = source
         self._worker: _Worker | None = _Worker(source)
-        self._file = self._worker.file
+        self._sha256 = self._worker.sha256
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The function, and the SHA-256 of the file it was found in; null for one that has no source file."""
-        sha256 = hashlib.sha256(Path(self._file).read_bytes()).hexdigest() if self._file else None
-        return {"function": self.source.function, "sha256": sha256}
+        """The function, and the SHA-256 of the file it was imported from; null for one without a source file."""
+        return {"function": self.source.function, "sha256": self._sha256}
 
     def score(self, items: Sequence[Item]) -> list[Score]:
         scores: list[Score] = []
         while len(scores) < len(items):
             if self._worker is None:
                 self._worker = _Worker(self.source)
+                self._sha256 = self._worker.sha256
             scores += self._worker.score(items[len(scores) :])
             if self._worker.process.returncode is not None:
                 self._worker = None
@@ -102,7 +102,8 @@ class _Worker:
                 f"modules are looked up from {os.getcwd()} and in {sys.prefix}; correct `function`, which reads "
                 f"module:function or path/to/file.py:function"
             )
-        self.file: str | None = hello["file"]
+        file = hello["file"]
+        self.sha256 = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
 
     def score(self, items: Sequence[Item]) -> list[Score]:
         """The scores up to the first item that the process did not survive, that one included."""

@@ -1,0 +1,178 @@
+"""The evaluate stage behind real ones: when it is due, that policy and reference differ by their weights alone."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from schemas.manifest import StageName
+from tasks import evaluate as evaluate_module
+from tasks.advantages import advantages
+from tasks.engines.warm import close_all, warm
+from tasks.evaluate import evaluate
+from tasks.models import samples
+from tasks.prompt_pool import PromptError
+from tasks.rollout import rollout
+from tasks.sample_prompts import sample_prompts
+from tasks.score import score
+from tasks.stage import At, Committed, StageError
+from tasks.sync import sync
+from tasks.train import train
+
+Start = Callable[..., At]
+
+
+@pytest.fixture
+def config_of(make_config: Any, tmp_path: Path) -> Callable[..., Any]:
+    """`config_of(train=..., evaluate=...)`: the plain engine, a reward that counts letters, two iterations."""
+    (tmp_path / "rewards.py").write_text(
+        "def letters(prompt, response, metadata):\n"
+        "    assert metadata['answer'] % 2 == 0\n"
+        "    return sum(c.isalpha() for c in response)\n"
+    )
+
+    def make(**changes: Any) -> Any:
+        source = {"name": "letters", "kind": "function", "function": f"{tmp_path}/rewards.py:letters"}
+        rollout = {"engine": "transformers", **changes.pop("rollout", {})}
+        return make_config(rollout=rollout, rewards=changes.pop("rewards", [source]), **changes)
+
+    return make
+
+
+def updated(at: At) -> Committed:
+    """All stages up to the synced policy."""
+    rollouts = rollout(at, sample_prompts(at))
+    scores = score(at, rollouts)
+    return sync(at, rollouts, train(at, rollouts, advantages(at, rollouts, scores)))
+
+
+def rows_of(at: At) -> list[dict[str, Any]]:
+    return at.run.read(at.run.committed(at.iteration, StageName.EVALUATE), "evaluations").to_pylist()
+
+
+def test_policy_and_reference_answer_every_held_out_prompt(start: Start, config_of: Any, tiny_classifier: Path) -> None:
+    model = {"name": "model", "kind": "model", "path": str(tiny_classifier)}
+    config = config_of()
+    rewards = [source.model_dump(mode="json") for source in config.rewards] + [model]
+    at = start(config_of(rewards=rewards, train={"actor_lr": 0.05}))
+    committed = evaluate(at, updated(at))
+    rows = rows_of(at)
+
+    assert committed.policy_version == 1
+    assert [(row["prompt_id"], row["source"]) for row in rows] == [
+        (f"p-{i:06d}", name) for i in range(8) for name in ("letters", "model")
+    ]
+    assert {row["policy_version"] for row in rows} == {1}
+    assert {row["status"] for row in rows} == {row["reference_status"] for row in rows} == {"ok"}
+    for row in rows:
+        if row["source"] == "letters":
+            assert row["score"] == sum(c.isalpha() for c in row["text"])
+            assert row["reference_score"] == sum(c.isalpha() for c in row["reference_text"])
+    assert any(row["text"] != row["reference_text"] for row in rows)  # the update was large
+
+
+@pytest.mark.parametrize("evaluation", [{}, {"temperature": 1.0, "top_p": 0.9}], ids=["greedy", "sampled"])
+def test_an_unchanged_policy_answers_as_the_reference_does(start: Start, config_of: Any, evaluation: Any) -> None:
+    at = start(config_of(train={"actor_lr": 0.0}, evaluate=evaluation))
+    evaluate(at, updated(at))
+    for row in rows_of(at):
+        assert (row["text"], row["score"], row["status"]) == (
+            row["reference_text"],
+            row["reference_score"],
+            row["reference_status"],
+        )
+
+
+def test_the_reference_answers_once_a_run(start: Start, config_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(train={"actor_lr": 0.05})
+    first, second = start(config, 0), start(config, 1)
+    evaluate(first, updated(first))
+    policy = updated(second)
+    loads = []
+    monkeypatch.setattr(evaluate_module, "load_causal_lm", lambda folder: loads.append(folder))
+    evaluate(second, policy)
+    assert loads == []
+    columns = ("prompt_id", "reference_text", "reference_score", "reference_status")
+    assert [[row[c] for c in columns] for row in rows_of(first)] == [
+        [row[c] for c in columns] for row in rows_of(second)
+    ]
+    assert [row["text"] for row in rows_of(first)] != [row["text"] for row in rows_of(second)]
+
+
+def test_after_the_reference_the_engine_holds_the_policy_again(start: Start, config_of: Any) -> None:
+    """And a cold process commits the same evaluation as a warm one."""
+    config = config_of(train={"actor_lr": 0.05})
+    at = start(config)
+    policy = updated(at)
+    evaluate(at, policy)
+    engine = warm(at).rollout_engine(1)
+    asked, _ = evaluate_module._ask(warm(at), evaluate_module.read_pool(config.evaluate.source), config)
+    again = engine.generate([request for _, request in asked], evaluate_module.Sampling(0.0))
+    assert [answer.text for answer in again] == [row["text"] for row in rows_of(at)]
+
+    manifest = at.run.stage_folder(0, StageName.EVALUATE) / "manifest.json"
+    digest = at.run.committed(0, StageName.EVALUATE).digest
+    manifest.unlink()
+    close_all()
+    assert evaluate(at, policy).digest == digest
+
+
+def test_another_reference_answers_for_itself(start: Start, config_of: Any, tmp_path: Path) -> None:
+    samples.tiny_llama(tmp_path / "other", seed=5)
+    at = start(config_of(models={"reference": str(tmp_path / "other")}, train={"actor_lr": 0.0}))
+    evaluate(at, updated(at))
+    alone = start(config_of(models={"policy": str(tmp_path / "other")}, train={"actor_lr": 0.0}), 0, tmp_path / "alone")
+    evaluate(alone, updated(alone))
+    assert [row["reference_text"] for row in rows_of(at)] == [row["text"] for row in rows_of(alone)]
+
+
+def test_a_reference_that_doesnt_fit_the_engine_is_named(start: Start, config_of: Any, tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    other = tmp_path / "deeper"
+    LlamaForCausalLM(LlamaConfig(**samples._tiny_config(num_hidden_layers=3))).save_pretrained(other)
+    samples._byte_tokenizer(other)
+    at = start(config_of(models={"reference": str(other)}))
+    policy = updated(at)
+    with pytest.raises(StageError, match=r"the reference .*deeper can't answer the held-out prompts"):
+        evaluate(at, policy)
+    assert warm(at).rollout_engine(1).version == 1
+
+
+@pytest.mark.parametrize(("iterations", "every", "due"), [(5, 2, [1, 3, 4]), (3, 1, [0, 1, 2]), (2, 9, [1])])
+def test_an_evaluation_is_due_every_so_many_iterations_and_after_the_last(
+    config_of: Any, iterations: int, every: int, due: list[int]
+) -> None:
+    config = config_of(run={"iterations": iterations}, evaluate={"every": every})
+    assert [k for k in range(iterations) if evaluate_module.is_due(config, k)] == due
+
+
+def test_an_iteration_without_evaluation_commits_no_row(start: Start, config_of: Any, tmp_path: Path) -> None:
+    for lake, evaluation in (("none", {"source": None}), ("later", {"every": 2})):
+        at = start(config_of(evaluate=evaluation), 0, tmp_path / lake)
+        committed = evaluate(at, updated(at))
+        assert committed.policy_version == 1
+        assert rows_of(at) == []
+
+
+def test_held_out_prompts_that_dont_fit_are_counted(start: Start, config_of: Any, tmp_path: Path) -> None:
+    pool = tmp_path / "held_out.jsonl"
+    prompts = ["x" * 20, "x" * 200, "", "x" * 120]
+    pool.write_text("".join(json.dumps({"prompt": p, "answer": 0}) + "\n" for p in prompts))
+    at = start(config_of(evaluate={"source": str(pool)}))
+    evaluate(at, updated(at))
+    manifest = at.run.committed(0, StageName.EVALUATE)
+    assert (manifest.rows_used, manifest.rows_dropped) == (2, {"empty": 1, "prompt_too_long": 1})
+    by_prompt = {row["prompt_id"]: row for row in rows_of(at)}
+    assert list(by_prompt) == ["p-000000", "p-000003"]
+    near_the_context = by_prompt["p-000003"]
+    assert len(near_the_context["response_token_ids"]) <= 8  # of a context of 128
+    assert near_the_context["finish_reason"] in ("context", "stop")
+
+
+def test_a_missing_pool_is_named(start: Start, config_of: Any) -> None:
+    at = start(config_of(evaluate={"source": "nowhere.jsonl"}))
+    with pytest.raises(PromptError, match=r"no prompt file at nowhere\.jsonl"):
+        evaluate(at, Committed(StageName.SYNC, at.run_id, 0, "", 0))
