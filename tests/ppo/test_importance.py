@@ -1,0 +1,43 @@
+"""The engine against the learner."""
+
+import math
+
+import pytest
+import torch
+
+from tasks.ppo.importance import engine_gap, truncated_sequence_weights, truncated_token_weights, within_band
+
+MASK = torch.tensor([[True, True, False], [True, False, False]])
+ENGINE = torch.tensor([[-1.0, -1.0, math.nan], [-1.0, math.nan, math.nan]], dtype=torch.float64)
+LEARNER = ENGINE + torch.log(torch.tensor([[3.0, 0.5, 1.0], [1.0, 1.0, 1.0]], dtype=torch.float64))
+
+
+def test_the_raw_difference_is_reported_before_any_truncation():
+    gap = engine_gap(LEARNER, ENGINE, MASK)
+    assert gap.mean == pytest.approx((math.log(3) + math.log(2)) / 3)
+    assert gap.max == pytest.approx(math.log(3))
+    assert gap.p50 == pytest.approx(math.log(2))
+    assert gap.effective_sample_size == pytest.approx(4.5**2 / (9 + 0.25 + 1) / 3)
+
+
+def test_a_difference_beyond_all_bounds_is_not_clamped_in_the_report():
+    gap = engine_gap(torch.tensor([-1.0]), torch.tensor([-101.0]), torch.tensor([True]))
+    assert gap.max == 100.0
+
+
+def test_equal_log_probs_leave_every_sample():
+    gap = engine_gap(ENGINE, ENGINE, MASK)
+    assert (gap.mean, gap.max, gap.effective_sample_size) == (0.0, 0.0, 1.0)
+    assert engine_gap(ENGINE, ENGINE, torch.zeros_like(MASK)) is None
+
+
+def test_weights_are_truncated_by_token_or_by_sequence():
+    token = truncated_token_weights(LEARNER, ENGINE, MASK, cap=2.0)
+    assert token.tolist() == [pytest.approx([2.0, 0.5, 0.0]), pytest.approx([1.0, 0.0, 0.0])]
+    assert truncated_sequence_weights(LEARNER, ENGINE, MASK, cap=1.2).tolist() == pytest.approx([1.2, 1.0])
+    assert truncated_sequence_weights(LEARNER, ENGINE, MASK, cap=9.0).tolist() == pytest.approx([1.5, 1.0])
+
+
+def test_tokens_outside_the_band_leave_the_loss():
+    kept = within_band(LEARNER, ENGINE, MASK, lowest=0.4, highest=2.0)
+    assert kept.tolist() == [[False, True, False], [True, False, False]]
