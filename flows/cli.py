@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -42,7 +43,11 @@ def run(
     # Their start-up chatter would break the live bar; whoever wants it sets these variables.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("DS_LOG_LEVEL", "error")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    warnings.simplefilter("ignore", FutureWarning)
+    logging.getLogger("torch").setLevel(logging.ERROR)
     # Prefect, torch and the engines are imported by the command that needs them, so that the others answer at once.
     from flows.run_display import run_with_display
 

@@ -7,16 +7,22 @@ that is already committed under the same key is not run again.
 from prefect import flow
 
 from flows.stage_task import stage_task
-from tasks import advantages, evaluate, rollout, sample_prompts, score, sync, train
+from tasks.advantages import advantages
+from tasks.evaluate import evaluate
+from tasks.rollout import rollout
+from tasks.sample_prompts import sample_prompts
+from tasks.score import score
 from tasks.stage import At, Committed
+from tasks.sync import sync
+from tasks.train import train
 
-sample_prompts_task = stage_task(sample_prompts.sample_prompts)
-rollout_task = stage_task(rollout.rollout)
-score_task = stage_task(score.score)
-advantages_task = stage_task(advantages.advantages)
-train_task = stage_task(train.train)
-sync_task = stage_task(sync.sync)
-evaluate_task = stage_task(evaluate.evaluate)
+sample_prompts_task = stage_task(sample_prompts)
+rollout_task = stage_task(rollout)
+score_task = stage_task(score)
+advantages_task = stage_task(advantages)
+train_task = stage_task(train)
+sync_task = stage_task(sync)
+evaluate_task = stage_task(evaluate)
 
 
 @flow(name="ppo-iteration", flow_run_name="{at.run_id}/{at.iteration}", persist_result=False)

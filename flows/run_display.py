@@ -19,15 +19,16 @@ def run_with_display(lake: Path, config: Config, *, change_config: bool) -> None
     """Runs the training flow under a progress bar and prints what came of it."""
     console = Console(stderr=True)
     run = prepare(lake, config, change_config=change_config)
-    with prefect_api(), _live(console, config.run.iterations, run.next_iteration()):
+    with prefect_api(), _live(console, config.run.iterations):
         training(str(lake), run.run_id, config.run.iterations)
     query.print_iterations(lake, run.run_id)
     query.print_suggestions(lake, run.run_id)
 
 
 @contextmanager
-def _live(console: Console, iterations: int, first: int) -> Iterator[None]:
-    """One bar: the iteration, the stage at work, how far it is, and the last reward and KL."""
+def _live(console: Console, iterations: int) -> Iterator[None]:
+    """One bar: the iteration, the stage at work and how far it is, the last reward and KL. A line as each iteration
+    ends."""
     bar = Progress(
         SpinnerColumn(),
         TextColumn("iteration {task.fields[iteration]}"),
@@ -38,25 +39,30 @@ def _live(console: Console, iterations: int, first: int) -> Iterator[None]:
         TextColumn("{task.fields[metrics]}", style="green"),
         TimeElapsedColumn(),
         console=console,
+        transient=True,
     )
-    names = list(StageName)
-    stage = bar.add_task("starting", total=None, iteration=f"{first + 1}/{iterations}", note="", metrics="")
-    done = first
+    task = bar.add_task("starting", total=None, iteration="", note="", metrics="")
+    metrics, seconds = "", 0.0
 
-    def show(report: progress.Progress) -> None:
-        nonlocal done
-        if report.stage is StageName.ADVANTAGES and report.done == report.total:
-            bar.update(stage, metrics=report.note)
-        bar.update(
-            stage,
-            description=report.stage,
-            completed=report.done,
-            total=report.total,
-            note="" if report.stage is StageName.ADVANTAGES else report.note,
-            iteration=f"{done + 1}/{iterations}",
-        )
-        if report.stage is names[-1] and report.done == report.total:
-            done += 1
+    def show(event: progress.Event) -> None:
+        nonlocal metrics, seconds
+        match event:
+            case progress.Begun(stage, iteration):
+                bar.reset(task, start=False, description=stage, total=1)
+                bar.start_task(task)
+                bar.update(task, iteration=f"{iteration + 1}/{iterations}", note="")
+            case progress.Progress(stage, done, total, note):
+                bar.update(task, completed=done, total=total, note=note)
+            case progress.Done(stage, iteration, facts, stage_seconds):
+                seconds += stage_seconds
+                if stage is StageName.ADVANTAGES and facts["outcome_mean"] is not None:
+                    metrics = f"reward {facts['outcome_mean']:.3f}  KL {facts['kl_mean']:.3f}"
+                    bar.update(task, metrics=metrics)
+                if stage is StageName.EVALUATE:
+                    console.print(
+                        f"iteration {iteration + 1}/{iterations}  {metrics}  {seconds:.1f} s", highlight=False
+                    )
+                    seconds = 0.0
 
     with bar, progress.watch(show):
         yield

@@ -1,11 +1,16 @@
 """A stage as a Prefect task: it receives names, keeps nothing in Prefect's storage, and its truth is the lake."""
 
 from collections.abc import Callable
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec
 
-from prefect import Task, task
+from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.serializers import JSONSerializer
+
+from tasks.stage import Committed
+
+P = ParamSpec("P")
 
 MAX_PARAMETER_BYTES = 64 << 10
 
@@ -14,19 +19,22 @@ class ParameterTooLarge(ValueError):
     """Something other than names was about to be handed to Prefect."""
 
 
-def stage_task(stage: Callable[..., Any]) -> Task[..., Any]:
-    """Wraps a stage function as a task of the same name.
+def stage_task(stage: Callable[P, Committed]) -> Callable[P, Committed]:
+    """A stage function as a task of the same name.
 
     The lake already remembers what was done, so Prefect's caching and result storage stay off. Parameters above 64 KB
-    are refused before anything is submitted: stages exchange ids and paths, rows belong in shards.
+    are refused before anything is submitted: stages exchange names and paths, rows belong in shards.
     """
-    wrapped = task(stage, name=stage.__name__, cache_policy=NO_CACHE, persist_result=False)
+    name = stage.__name__
+    run: Callable[P, Any] = task(name=name, cache_policy=NO_CACHE, persist_result=False)(stage)
 
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        check_parameters(stage.__name__, [*args, *kwargs.values()])
-        return wrapped(*args, **kwargs)
+    @wraps(stage)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> Committed:
+        check_parameters(name, [*args, *kwargs.values()])
+        committed: Committed = run(*args, **kwargs)
+        return committed
 
-    return guarded  # type: ignore[return-value]
+    return guarded
 
 
 def check_parameters(name: str, parameters: list[Any]) -> None:

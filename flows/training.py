@@ -1,6 +1,7 @@
 """A training run: one subflow an iteration, so that a flow's memory of its tasks stays small."""
 
 from pathlib import Path
+from uuid import UUID
 
 from prefect import flow
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
@@ -8,11 +9,11 @@ from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from flows.iteration import iteration
 from schemas.config import Config, ConfigError
 from schemas.manifest import StageName
-from tasks import prompt_pool
 from tasks.engines.warm import resources
 from tasks.lake.runs import Run, RunRecord, differences
 from tasks.models.samples import resolve
 from tasks.models.weights import folder_digest
+from tasks.prompt_pool import read_pool
 from tasks.stage import At
 
 
@@ -23,6 +24,7 @@ def training(lake: str, run_id: str, iterations: int) -> int:
     with run.lock(), resources():
         first = run.next_iteration()
         progress = create_progress_artifact(_percent(first, iterations), description=f"Rollbook run {run_id}")
+        assert isinstance(progress, UUID)
         for k in range(first, iterations):
             iteration(At(lake, run_id, k))
             update_progress_artifact(progress, _percent(k + 1, iterations))
@@ -67,5 +69,5 @@ def digests(config: Config) -> dict[str, str]:
     pools = {"prompts.source": config.prompts.source}
     pools |= {"evaluate.source": config.evaluate.source} if config.evaluate.source else {}
     return {name: folder_digest(resolve(path)) for name, path in models.items()} | {
-        name: prompt_pool.load(source).digest for name, source in pools.items()
+        name: read_pool(source).digest for name, source in pools.items()
     }

@@ -67,6 +67,7 @@ def _write_experience(staging: Staging) -> Result:
     settings = staging.config.advantages
     over = Moments()
     done, dropped = 0, Counter[str]()
+    scored, outcome_sum, kl_sum = 0, 0.0, 0.0
     total = sum(o.rows for o in staging.inputs[StageName.ROLLOUT].outputs)
     with _one_thread():
         if settings.whiten:
@@ -77,10 +78,19 @@ def _write_experience(staging: Staging) -> Result:
             staging.write("experience", dict(zip(shard.column_names, shard.columns, strict=True)))
             dropped.update(reason for reason in samples["dropped"].to_pylist() if reason is not None)
             done += samples.num_rows
+            outcomes = shard["outcome"].drop_null()
+            scored += len(outcomes)
+            outcome_sum += pc.sum(outcomes).as_py() or 0.0
+            kl_sum += pc.sum(shard["kl_sum"]).as_py() or 0.0
             report(StageName.ADVANTAGES, done, total)
 
-    whitening = {"tokens": over.count, "mean": over.mean, "std": over.std} if over.count else None
-    return Result(done - dropped.total(), dropped, facts={"kl_coef": settings.kl_coef, "whitening": whitening})
+    facts = {
+        "kl_coef": settings.kl_coef,
+        "whitening": {"tokens": over.count, "mean": over.mean, "std": over.std} if over.count else None,
+        "outcome_mean": outcome_sum / scored if scored else None,
+        "kl_mean": kl_sum / done if done else None,
+    }
+    return Result(done - dropped.total(), dropped, facts=facts)
 
 
 @contextmanager

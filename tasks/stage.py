@@ -23,6 +23,7 @@ from schemas.manifest import Input, Manifest, Output, StageName, canonical, dige
 from tasks.lake.runs import Run, config_digest
 from tasks.lake.shards import MAX_FILES, read_shard, write_shard
 from tasks.lake.storage import LakeError, write_bytes
+from tasks.progress import Begun, Done, tell
 
 log = logging.getLogger(__name__)
 
@@ -157,11 +158,12 @@ def run_stage(
     key = f"{stage}:{digest_of(parts)}"
     parts = json.loads(canonical(parts))
     run = at.run
+    tell(Begun(stage, at.iteration))
     if standing := run.manifest(at.iteration, stage):
         if standing.key != key:
             raise KeyMismatch(_mismatch(standing, parts))
         _report_drift(standing)
-        return _committed(standing)
+        return _done(standing)
 
     manifests = {i.stage: run.committed(i.iteration, i.stage) for i in inputs}
     for given in inputs:
@@ -195,10 +197,11 @@ def run_stage(
         ended_at=utc_now(),
     )
     write_bytes(folder / "manifest.json", json.dumps(manifest.model_dump(mode="json"), indent=1).encode())
-    return _committed(manifest)
+    return _done(manifest)
 
 
-def _committed(manifest: Manifest) -> Committed:
+def _done(manifest: Manifest) -> Committed:
+    tell(Done(manifest.stage, manifest.iteration, manifest.facts, manifest.seconds))
     return Committed(manifest.stage, manifest.run_id, manifest.iteration, manifest.digest, manifest.policy_version_out)
 
 

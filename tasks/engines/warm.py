@@ -89,11 +89,22 @@ class Warm:
 
     def rollout_engine(self, version: int) -> RolloutEngine:
         """The rollout engine, holding a version."""
+        engine = self.any_rollout_engine()
+        if engine.version != version:
+            engine.sync(version, self.learner(version).actor_tensors())
+        return engine
+
+    def any_rollout_engine(self) -> RolloutEngine:
+        """The rollout engine, whatever version it holds."""
         if self._engine is None:
-            self._engine = open_rollout_engine(self.config, resolve(self.config.models.policy), self.vocab_size)
-        if self._engine.version != version:
-            self._engine.sync(version, self.learner(version).actor_tensors())
+            self._engine = open_rollout_engine(self.config, resolve(self.config.models.policy), self.tokenizer)
         return self._engine
+
+    def discard_rollout_engine(self) -> None:
+        """Drops an engine whose weights are no admitted version's."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
 
     def learner(self, version: int) -> Learner:
         """The learner, holding a version: warm, loaded, or rebuilt by folding the stored experience.
@@ -150,9 +161,8 @@ class Warm:
         self.discard_learner()
         for scorer in self._scorers or []:
             scorer.close()
-        if self._engine is not None:
-            self._engine.close()
-        self._scorers = self._engine = self._reference = None
+        self.discard_rollout_engine()
+        self._scorers = self._reference = None
         gc.collect()
 
 

@@ -1,8 +1,8 @@
 """Runs and their manifests: where everything lies in a lake, and what a run has committed.
 
-    <lake>/runs/<run_id>/configs/<iteration:06d>.json        the configuration that holds from that iteration on
-    <lake>/runs/<run_id>/<iteration:06d>/<stage>/            part-NNNNN.parquet, and manifest.json written last
-    <lake>/runs/<run_id>/learner/<policy_version:06d>/       saved learner states, manifest.json written last
+<lake>/runs/<run_id>/configs/<iteration:06d>.json        the configuration that holds from that iteration on
+<lake>/runs/<run_id>/<iteration:06d>/<stage>/            part-NNNNN.parquet, and manifest.json written last
+<lake>/runs/<run_id>/learner/<policy_version:06d>/       saved learner states, manifest.json written last
 """
 
 import json
