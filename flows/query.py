@@ -1,38 +1,23 @@
 """The commands that read a lake: status, sql, schema, audit. They need no engine and disturb no writer."""
 
-import csv
 import difflib
-import json
-import math
 import re
-import sys
-from collections.abc import Iterable, Iterator, Sequence
-from datetime import date, datetime, time, timedelta
-from decimal import Decimal
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
 import duckdb
 import typer
-from rich import box
-from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
+from flows.printing import make_console, print_json, print_rows, print_table, write_csv, write_json
 from schemas.manifest import StageName
 from tasks.lake.runs import default_lake, open_run
 from tasks.sql import audit as audits
 from tasks.sql.audit import Finding, Severity
 from tasks.sql.catalog import Relation, relations
 from tasks.sql.connection import connect
-
-WIDTH = 100
-"""Columns of the output where it isn't a terminal."""
-
-TABLE_ROWS = 200
-"""Rows that are printed as a table; csv and json print all."""
 
 
 class QueryError(ValueError):
@@ -78,7 +63,7 @@ def status(run: RunArgument = None, lake: LakeOption = None, format: FormatOptio
         curve = _dicts(connection.execute("FROM iterations ORDER BY iteration DESC LIMIT 10"))[::-1]
     version = max((s["policy_version_out"] for s in stages), default=0)
     if format is Format.JSON:
-        _print_json(
+        print_json(
             {
                 "run_id": found.run_id,
                 "lake": str(found.lake),
@@ -91,7 +76,7 @@ def status(run: RunArgument = None, lake: LakeOption = None, format: FormatOptio
             }
         )
         return
-    console = _console()
+    console = make_console()
     console.print(
         f"run [bold]{escape(found.run_id)}[/] in {escape(str(found.lake))}: {done} of {config.run.iterations} "
         f"iterations, policy version {version}, model {escape(config.models.policy)}"
@@ -100,37 +85,37 @@ def status(run: RunArgument = None, lake: LakeOption = None, format: FormatOptio
     waiting = {"stage": "", "rows": None, "bytes": None, "seconds": None, "attempt": None, "state": "not committed"}
     shown = [{**waiting, **by_name.get(name, {}), "stage": str(name)} for name in StageName]
     shown = [s | {"state": "committed"} if s["stage"] in by_name else s for s in shown]
-    _print_table(console, f"iteration {current}", ["stage", "state", "rows", "bytes", "seconds", "attempt"], shown)
+    print_table(console, f"iteration {current}", _same("stage", "state", "rows", "bytes", "seconds", "attempt"), shown)
     if curve:
-        _print_table(console, "last iterations", CURVE, curve)
+        print_table(console, "last iterations", CURVE, curve)
 
 
-CURVE = [
-    "iteration",
-    "policy_version_out",
-    "outcome_mean",
-    "heldout_score",
-    "kl",
-    "entropy",
-    "clip_fraction",
-    "explained_variance",
-    "response_len_mean",
-    "truncated_fraction",
-    "seconds",
-]
-"""The columns of `iterations` that a person looks at first."""
+CURVE = {
+    "iteration": "iteration",
+    "policy_version_out": "version",
+    "outcome_mean": "outcome",
+    "heldout_score": "held-out",
+    "kl": "kl",
+    "entropy": "entropy",
+    "clip_fraction": "clipped",
+    "explained_variance": "expl. var.",
+    "response_len_mean": "length",
+    "truncated_fraction": "cut",
+    "seconds": "seconds",
+}
+"""The columns of `iterations` that a person looks at first, with their headings."""
 
 
 def print_iterations(lake: Path, run_id: str) -> None:
     """Prints the training curve of a run, one row an iteration."""
     with connect(lake, run_id) as connection:
         curve = _dicts(connection.execute("FROM iterations"))
-    _print_table(_console(), f"iterations of {run_id}", CURVE, curve)
+    print_table(make_console(), f"iterations of {run_id}", CURVE, curve)
 
 
 def print_suggestions(lake: Path, run_id: str) -> None:
     """Prints three queries of this run to try next."""
-    console = _console()
+    console = make_console()
     console.print("try next:", style="bold")
     for query in (
         f"SELECT iteration, avg(outcome), any_value(text) FROM rollouts JOIN experience USING (run_id, iteration, "
@@ -155,13 +140,11 @@ def sql(
             names = _unique([column[0] for column in result.description or ()])
             rows = _rows(result)
             if format is SqlFormat.JSON:
-                _write_json(names, rows)
+                write_json(names, rows)
             elif format is SqlFormat.CSV:
-                writer = csv.writer(sys.stdout, lineterminator="\n")
-                writer.writerow(names)
-                writer.writerows([_csv_cell(value) for value in row] for row in rows)
+                write_csv(names, rows)
             else:
-                _show_rows(names, rows)
+                print_rows(names, rows)
         except duckdb.Error as error:
             raise QueryError(_explain(str(error), connection)) from None
 
@@ -182,19 +165,19 @@ def schema(
     if format is Format.JSON:
         chosen = [known[table]] if table else known.values()
         described = [{"name": r.name, "kind": r.kind, "meaning": r.meaning, "columns": _columns(r)} for r in chosen]
-        _print_json(described[0] if table else described)
+        print_json(described[0] if table else described)
         return
-    console = _console()
+    console = make_console()
     if table is None:
         listed = [{"name": r.name, "kind": r.kind, "a row": r.meaning} for r in known.values()]
-        _print_table(console, None, ["name", "kind", "a row"], listed)
+        print_table(console, None, _same("name", "kind", "a row"), listed)
         console.print("rollbook schema TABLE prints the columns of one", style="dim")
         return
     relation = known[table]
     console.print(f"[bold]{relation.name}[/] ({relation.kind}): {escape(relation.meaning)}")
     rows = _columns(relation)
     used = [key for key in rows[0] if key in ("name", "type", "meaning") or any(row[key] for row in rows)]
-    _print_table(console, None, used, rows)
+    print_table(console, None, _same(*used), rows)
 
 
 def audit(
@@ -213,7 +196,7 @@ def audit(
     findings = audits.audit(place, run_id, iteration)
     errors = [f for f in findings if f.audit.severity is Severity.ERROR]
     if format is Format.JSON:
-        _print_json(
+        print_json(
             {
                 "lake": str(place),
                 "run_id": run_id,
@@ -243,7 +226,7 @@ def _finding(finding: Finding) -> dict[str, Any]:
 
 
 def _show_findings(findings: Sequence[Finding], what: str) -> None:
-    console = _console()
+    console = make_console()
     for finding in findings:
         about = finding.audit
         style = "red" if about.severity is Severity.ERROR else "yellow"
@@ -279,11 +262,7 @@ def _explain(message: str, connection: duckdb.DuckDBPyConnection) -> str:
     return f"{refusal}{place}\n{hint}"
 
 
-# Printing
-
-
-def _console() -> Console:
-    return Console() if sys.stdout.isatty() else Console(width=WIDTH)
+# Results
 
 
 def _rows(result: duckdb.DuckDBPyConnection) -> Iterator[tuple[Any, ...]]:
@@ -312,83 +291,6 @@ def _unique(names: list[str]) -> list[str]:
     return unique
 
 
-def plain(value: Any) -> Any:
-    """A value of a query as plain JSON data. JSON has no NaN and no infinity: they become text, apart from null."""
-    match value:
-        case float():
-            return value if math.isfinite(value) else {math.inf: "Infinity", -math.inf: "-Infinity"}.get(value, "NaN")
-        case Decimal():
-            return int(value) if value == value.to_integral_value() else float(value)
-        case datetime() | date() | time():
-            return value.isoformat()
-        case timedelta():
-            return value.total_seconds()
-        case bytes():
-            return value.hex()
-        case dict():
-            return {str(key): plain(inner) for key, inner in value.items()}
-        case list() | tuple():
-            return [plain(inner) for inner in value]
-        case None | bool() | int() | str():
-            return value
-        case _:
-            return str(value)
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(plain(value), indent=1, allow_nan=False))
-
-
-def _write_json(names: Sequence[str], rows: Iterable[tuple[Any, ...]]) -> None:
-    """A list of objects, one a line, written as the rows come."""
-    before = "["
-    for row in rows:
-        sys.stdout.write(before + json.dumps(dict(zip(names, map(plain, row), strict=True)), allow_nan=False))
-        before = ",\n "
-    sys.stdout.write("]\n" if before != "[" else "[]\n")
-
-
-def _csv_cell(value: Any) -> Any:
-    value = plain(value)
-    return json.dumps(value) if isinstance(value, (list, dict, bool)) else value
-
-
-def _show_rows(names: Sequence[str], rows: Iterator[tuple[Any, ...]]) -> None:
-    shown = [dict(zip(names, row, strict=True)) for row in islice(rows, TABLE_ROWS)]
-    console = _console()
-    widths = [max([len(name), *(len(_cell(row[name])) for row in shown)]) for name in names]
-    if sum(widths) + 2 * len(names) <= console.width or not shown:
-        _print_table(console, None, names, shown)
-    else:
-        # Too wide for a line: one column a line, as psql's expanded display.
-        for number, row in enumerate(shown):
-            console.rule(f"row {number}", align="left")
-            _print_table(console, None, ["", " "], [{"": name, " ": row[name]} for name in names], header=False)
-    if next(rows, None) is not None:
-        print(f"only the first {TABLE_ROWS} rows are shown; --format csv or json prints all", file=sys.stderr)
-
-
-def _print_table(
-    console: Console, title: str | None, names: Sequence[str], rows: Sequence[dict[str, Any]], *, header: bool = True
-) -> None:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_header=header, pad_edge=False)
-    for name in names:
-        numeric = any(isinstance(row[name], (int, float)) for row in rows) and header
-        table.add_column(name, justify="right" if numeric else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(escape(_cell(row[name])) for name in names))
-    console.print(table)
-
-
-def _cell(value: Any) -> str:
-    match value:
-        case None:
-            return "-"
-        case float():
-            return f"{value:.5g}"
-        case datetime():
-            return f"{value:%Y-%m-%d %H:%M:%S}"
-        case list():
-            return "[" + ", ".join(map(_cell, value)) + "]"
-        case _:
-            return str(value)
+def _same(*names: str) -> dict[str, str]:
+    """Columns headed by their own names."""
+    return {name: name for name in names}

@@ -3,7 +3,8 @@
 -- remedy: a fault of the advantages stage; remove its folder and those of the stages after it, and run again
 WITH tokens AS (
     SELECT
-        e.run_id, e.iteration, e.sample_id, e.score_index,
+        e.run_id, e.iteration, e.sample_id,
+        len(e.action_mask) - list_position(list_reverse(e.action_mask), true) AS last_action,
         NOT r.terminated AND r.truncated AS cut,
         unnest(e.action_mask) AS action,
         unnest(r.action_mask) AS sampled,
@@ -19,12 +20,12 @@ WITH tokens AS (
 SELECT run_id, iteration, sample_id AS subject,
     format('{} tokens, the first at position {}: {}', count(*), min(position), arg_min(wrong, position)) AS detail
 FROM (
-    SELECT *, action AND position < score_index AS inside, CASE
+    SELECT *, action AND position < last_action AS inside, CASE
         WHEN action <> sampled THEN 'action_mask is not the one of rollouts'
         WHEN transition <> inside THEN 'transition_mask'
         WHEN counted <> action THEN 'value_mask'
         WHEN continuation <> inside THEN 'continuation_mask'
-        WHEN bootstrap <> (inside OR (action AND position = score_index AND cut)) THEN 'bootstrap_mask'
+        WHEN bootstrap <> (inside OR (action AND position = last_action AND cut)) THEN 'bootstrap_mask'
     END AS wrong
     FROM tokens
 )
