@@ -132,6 +132,12 @@ class AdvantagesSection(Section):
     kl_coef: NonNegativeFloat = Field(0.05, description="beta of r[t] = -beta * kl[t]")
     whiten: bool = True
     max_staleness: NonNegativeInt = Field(0, description="older samples are dropped")
+    importance_cap: PositiveFloat | None = Field(
+        None, description="cap of a sample's weight pi_learner / pi_engine in the policy loss; unset: every weight is 1"
+    )
+    max_engine_gap: PositiveFloat | None = Field(
+        None, description="fail above this mean |learner - engine| log-prob over the trained tokens, in nats"
+    )
 
 
 class TrainSection(Section):

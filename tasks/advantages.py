@@ -20,6 +20,7 @@ from schemas.rewards import RewardStatus
 from schemas.rollouts import FinishReason
 from tasks.ppo.drops import drop_reason
 from tasks.ppo.gae import gae
+from tasks.ppo.importance import EngineGap, engine_gap, truncated_sequence_weights
 from tasks.ppo.kl import KlEstimator, token_kl
 from tasks.ppo.masks import build_masks
 from tasks.ppo.ragged import Rows
@@ -35,6 +36,7 @@ FROM_ROLLOUTS = [
     "sample_id",
     "policy_version",
     "response_len",
+    "behavior_logp",
     "action_mask",
     "finish_reason",
     "terminated",
@@ -65,7 +67,7 @@ def _write_experience(staging: Staging) -> Result:
     """One shard for each shard of rollouts. Whitening is global, so the experience is computed once for its moments and
     once more to be written: that costs less than memory for all of it."""
     settings = staging.config.advantages
-    over = Moments()
+    over, gap = Moments(), EngineGap()
     done, dropped = 0, Counter[str]()
     scored, outcome_sum, kl_sum = 0, 0.0, 0.0
     total = sum(o.rows for o in staging.inputs[StageName.ROLLOUT].outputs)
@@ -74,7 +76,9 @@ def _write_experience(staging: Staging) -> Result:
             for samples in _samples(staging):
                 over = sum((block.moments for block in _blocks(samples, settings)), over)
         for samples in _samples(staging):
-            shard = pa.concat_tables(block.table(over) for block in _blocks(samples, settings))
+            blocks = list(_blocks(samples, settings))
+            shard = pa.concat_tables(block.table(over) for block in blocks)
+            gap = sum((block.engine_gap for block in blocks), gap)
             staging.write("experience", dict(zip(shard.column_names, shard.columns, strict=True)))
             dropped.update(reason for reason in samples["dropped"].to_pylist() if reason is not None)
             done += samples.num_rows
@@ -84,13 +88,27 @@ def _write_experience(staging: Staging) -> Result:
             kl_sum += pc.sum(shard["kl_sum"]).as_py() or 0.0
             report(StageName.ADVANTAGES, done, total)
 
+    _require_agreement(gap, settings.max_engine_gap)
     facts = {
         "kl_coef": settings.kl_coef,
         "whitening": {"tokens": over.count, "mean": over.mean, "std": over.std} if over.count else None,
+        "engine_gap": {"mean": gap.mean, "max": gap.max, "effective_sample_size": gap.effective_sample_size}
+        if gap.count
+        else None,
         "outcome_mean": outcome_sum / scored if scored else None,
         "kl_mean": kl_sum / done if done else None,
     }
     return Result(done - dropped.total(), dropped, facts=facts)
+
+
+def _require_agreement(gap: EngineGap, bound: float | None) -> None:
+    if bound is not None and gap.count and gap.mean > bound:
+        raise StageError(
+            f"advantages: the engine that sampled and the learner differ by {gap.mean:.3g} nats a token on average (at "
+            f"most {gap.max:.3g}), above advantages.max_engine_gap = {bound:g}. Likely causes: another temperature on "
+            f"one side, a lower dtype (rollout.dtype, models.compute_dtype), stale weights in the engine, or a chat "
+            f"template that differs. Find it, or raise the bound and set advantages.importance_cap"
+        )
 
 
 @contextmanager
@@ -222,6 +240,7 @@ class _Block:
     rows: Rows
     raw_advantage: Tensor
     trained: Tensor
+    engine_gap: EngineGap
 
     @property
     def moments(self) -> Moments:
@@ -262,6 +281,11 @@ def _experience(samples: pa.Table, settings: AdvantagesSection) -> _Block:
 
     acts = masks.num_actions > 0
     kept = _tensor(samples["dropped"].is_null())
+    trained = masks.action & rows.spread(kept)
+    behavior_logp = _tokens(samples["behavior_logp"])
+    weight = kept.double()
+    if settings.importance_cap is not None:
+        weight *= truncated_sequence_weights(rows, old_logp, behavior_logp, trained, cap=settings.importance_cap)
     tokens = {
         "score_mask": masks.score,
         "action_mask": masks.action,
@@ -285,11 +309,12 @@ def _experience(samples: pa.Table, settings: AdvantagesSection) -> _Block:
         "outcome": pa.array(outcome.float().numpy(), mask=~(known & acts).numpy()),
         "reward_sum": rows.sum(reward).float().numpy(),
         "kl_sum": rows.sum(kl).float().numpy(),
-        "importance_weight": kept.float().numpy(),
+        "importance_weight": weight.float().numpy(),
         "dropped": samples["dropped"],
         **{name: _ragged(name, x, rows) for name, x in tokens.items()},
     }
-    return _Block(pa.table(columns), rows, raw_advantage, masks.action & rows.spread(kept))
+    gap = engine_gap(old_logp, behavior_logp, trained)
+    return _Block(pa.table(columns), rows, raw_advantage, trained, gap)
 
 
 def _tensor(column: pa.ChunkedArray) -> Tensor:

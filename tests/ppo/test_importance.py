@@ -1,11 +1,13 @@
 """The engine against the learner."""
 
 import math
+from dataclasses import astuple
 
 import pytest
 import torch
 
 from tasks.ppo.importance import engine_gap, truncated_sequence_weights, truncated_token_weights, within_band
+from tasks.ppo.ragged import Rows
 
 MASK = torch.tensor([[True, True, False], [True, False, False]])
 ENGINE = torch.tensor([[-1.0, -1.0, math.nan], [-1.0, math.nan, math.nan]], dtype=torch.float64)
@@ -16,7 +18,6 @@ def test_the_raw_difference_is_reported_before_any_truncation():
     gap = engine_gap(LEARNER, ENGINE, MASK)
     assert gap.mean == pytest.approx((math.log(3) + math.log(2)) / 3)
     assert gap.max == pytest.approx(math.log(3))
-    assert gap.p50 == pytest.approx(math.log(2))
     assert gap.effective_sample_size == pytest.approx(4.5**2 / (9 + 0.25 + 1) / 3)
 
 
@@ -28,14 +29,20 @@ def test_a_difference_beyond_all_bounds_is_not_clamped_in_the_report():
 def test_equal_log_probs_leave_every_sample():
     gap = engine_gap(ENGINE, ENGINE, MASK)
     assert (gap.mean, gap.max, gap.effective_sample_size) == (0.0, 0.0, 1.0)
-    assert engine_gap(ENGINE, ENGINE, torch.zeros_like(MASK)) is None
+
+
+def test_parts_add_up_to_the_whole():
+    parts = [engine_gap(*part) for part in zip(LEARNER, ENGINE, MASK, strict=True)]
+    nothing = engine_gap(ENGINE, ENGINE, torch.zeros_like(MASK))
+    assert astuple(parts[0] + parts[1] + nothing) == pytest.approx(astuple(engine_gap(LEARNER, ENGINE, MASK)))
 
 
 def test_weights_are_truncated_by_token_or_by_sequence():
     token = truncated_token_weights(LEARNER, ENGINE, MASK, cap=2.0)
     assert token.tolist() == [pytest.approx([2.0, 0.5, 0.0]), pytest.approx([1.0, 0.0, 0.0])]
-    assert truncated_sequence_weights(LEARNER, ENGINE, MASK, cap=1.2).tolist() == pytest.approx([1.2, 1.0])
-    assert truncated_sequence_weights(LEARNER, ENGINE, MASK, cap=9.0).tolist() == pytest.approx([1.5, 1.0])
+    flat = (Rows(torch.tensor([3, 3])), LEARNER.flatten(), ENGINE.flatten(), MASK.flatten())
+    assert truncated_sequence_weights(*flat, cap=1.2).tolist() == pytest.approx([1.2, 1.0])
+    assert truncated_sequence_weights(*flat, cap=9.0).tolist() == pytest.approx([1.5, 1.0])
 
 
 def test_tokens_outside_the_band_leave_the_loss():

@@ -23,6 +23,7 @@ def row(sample_id: str, logp: list[float], **changes: Any) -> dict[str, Any]:
     return {
         "sample_id": sample_id,
         "logp": logp,
+        "behavior_logp": logp,
         "ref_logp": logp,
         "value": [0.0] * n,
         "bootstrap_value": None,
@@ -55,7 +56,7 @@ def write_rollouts(*shards: list[dict[str, Any]]) -> Callable[[Staging], Result]
             "prompt_token_ids": [[1]] * n,
             "response_token_ids": [[7] * len(r["logp"]) for r in rows],
             "response_len": [len(r["logp"]) for r in rows],
-            "behavior_logp": [r["logp"] for r in rows],
+            "behavior_logp": [r["behavior_logp"] for r in rows],
             "action_mask": [r["action_mask"] for r in rows],
             "token_policy_version": [[r["policy_version"]] * len(r["logp"]) for r in rows],
             "finish_reason": [r["finish_reason"] for r in rows],
@@ -341,6 +342,32 @@ def test_an_aborted_episode_that_was_scored_keeps_its_outcome_and_a_failure_drop
     )
     assert rows["s-ok"]["shaped_reward"] == [1.0]
     assert rows["s-failed"]["dropped"] == "reward_failed"
+
+
+def test_s23_the_gap_between_engine_and_learner_is_a_fact_of_its_own(run_advantages):
+    samples = [
+        row("s-a", [-1.0, -2.0], behavior_logp=[-1.5, -2.0]),
+        row("s-b", [-1.0], behavior_logp=[-9.0], rewards=[("r", None, "error")]),  # not trained on
+    ]
+    manifest, rows = run_advantages(samples)
+    assert manifest.facts["engine_gap"]["mean"] == pytest.approx(0.25)
+    assert manifest.facts["engine_gap"]["max"] == pytest.approx(0.5)
+    assert rows["s-a"]["old_logp"] == [-1.0, -2.0]
+    assert rows["s-a"]["importance_weight"] == 1.0
+    with pytest.raises(StageError, match=r"0.25 nats a token.*temperature.*dtype.*stale weights.*template"):
+        run_advantages(samples, iteration=1, max_engine_gap=0.2)
+
+
+def test_importance_weights_of_samples_are_truncated(run_advantages):
+    samples = [
+        row("s-down", [-1.0, -2.0], behavior_logp=[-1.0, -1.5]),
+        row("s-up", [-1.0, -1.0], behavior_logp=[-1.5, -9.0]),
+        row("s-tool", [-1.0, -1.0], behavior_logp=[-1.0, -9.0], action_mask=[True, False]),
+        row("s-failed", [-1.0], rewards=[("r", None, "error")]),
+    ]
+    _, rows = run_advantages(samples, importance_cap=2.0)
+    weights = [rows[s["sample_id"]]["importance_weight"] for s in samples]
+    assert weights == pytest.approx([np.exp(-0.5), 2.0, 1.0, 0.0])
 
 
 def test_s13_whitening_is_global_over_valid_tokens_whatever_the_blocks(run_advantages, monkeypatch):
