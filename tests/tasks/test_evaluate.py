@@ -73,9 +73,12 @@ def test_policy_and_reference_answer_every_held_out_prompt(start: Start, config_
     assert any(row["text"] != row["reference_text"] for row in rows)  # the update was large
 
 
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
 @pytest.mark.parametrize("evaluation", [{}, {"temperature": 1.0, "top_p": 0.9}], ids=["greedy", "sampled"])
-def test_an_unchanged_policy_answers_as_the_reference_does(start: Start, config_of: Any, evaluation: Any) -> None:
-    at = start(config_of(train={"actor_lr": 0.0}, evaluate=evaluation))
+def test_an_unchanged_policy_answers_as_the_reference_does(
+    start: Start, config_of: Any, evaluation: Any, engine: str
+) -> None:
+    at = start(config_of(train={"actor_lr": 0.0}, evaluate=evaluation, rollout={"engine": engine}))
     evaluate(at, updated(at))
     for row in rows_of(at):
         assert (row["text"], row["score"], row["status"]) == (
