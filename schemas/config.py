@@ -53,10 +53,12 @@ class ModelsSection(Section):
 class PromptsSection(Section):
     """What the policy is asked."""
 
-    source: str = Field(description="a .jsonl, .parquet or .csv file, or any DuckDB query starting with SELECT or FROM")
+    source: str = Field(
+        description="a .jsonl, .parquet or .csv file, or any DuckDB query starting with SELECT, FROM or WITH"
+    )
     per_iteration: PositiveInt = Field(description="prompts drawn for each iteration")
     max_prompt_tokens: PositiveInt | None = Field(None, description="longer prompts are rejected")
-    system: str | None = Field(None, description="system message put before prompts that come as chats")
+    system: str | None = Field(None, description="system message put before chats that have none of their own")
     chat: bool = Field(False, description="treat a `prompt` text as a user message under the chat template")
 
 
@@ -103,7 +105,7 @@ class RewardSource(Section):
     kind: RewardKind
     path: str | None = Field(None, description="kind = model: folder of a sequence classifier with one label")
     function: str | None = Field(
-        None, description="kind = function: module:function over (prompt, response, metadata), returning a number"
+        None, description="module:function or path/to/file.py:function over (prompt, response, metadata) -> number"
     )
     weight: float = Field(1.0, allow_inf_nan=False)
     timeout: PositiveFloat = Field(10.0, description="seconds one call of a function may take")
@@ -114,7 +116,9 @@ class RewardSource(Section):
         if getattr(self, needs) is None or getattr(self, other) is not None:
             raise ValueError(f'reward {self.name!r} of kind "{self.kind}" needs `{needs}` and no `{other}`')
         if self.function is not None and self.function.count(":") != 1:
-            raise ValueError(f"reward {self.name!r}: function must read module:function, not {self.function!r}")
+            raise ValueError(
+                f"reward {self.name!r}: function must read module:function or path/to/file.py:function, not {self.function!r}"
+            )
         return self
 
 
