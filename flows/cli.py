@@ -77,3 +77,7 @@ for function in (run, query.status, query.sql, query.schema, query.audit):
 def main() -> None:
     logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(message)s")
     app()
+
+
+if __name__ == "__main__":
+    main()

@@ -14,7 +14,11 @@ TABLE = Table(
         Column("parent", INT32, "the version it was trained from; null for the initial policy", nullable=True),
         Column("weights_digest", STRING, "SHA-256 over the actor's tensors, by name"),
         Column(
-            "learner_path", STRING, "the saved learner state, relative to the run; null if not saved", nullable=True
+            "learner_path",
+            STRING,
+            "the saved learner state, relative to the run; null if the version is to be rebuilt when needed",
+            nullable=True,
+            volatile=True,
         ),
         Column("sync_method", STRING, "how the weights reached the engine", enum=True),
         Column("bytes", INT64, "bytes of weights sent", unit="bytes"),

@@ -52,7 +52,7 @@ def _sync(staging: Staging) -> Result:
         rows.append(_row(before, None, held.policy_digest(before), "initial"))
     if after != before:
         _require_change(staging.read("updates"), held.policy_digest(before), digest, after)
-        row = _row(after, before, digest, learner_path=train.facts.get("learner_path"))
+        row = _row(after, before, digest, learner_path=_saved(staging, after))
         rows.append(row | _admit(staging, held, after))
         facts["sync_method"] = rows[-1]["sync_method"]
     own = [c.name for c in TABLE.columns if c.name not in ("run_id", "iteration")]
@@ -76,6 +76,12 @@ def _row(
         "probe_logp_diff_max": None,
         "seconds": 0.0,
     }
+
+
+def _saved(staging: Staging, version: int) -> str | None:
+    """Where the learner state of a version lies, relative to the run, if it is kept."""
+    path = f"learner/{version:06d}"
+    return path if (staging.at.run.folder / path).exists() else None
 
 
 def _require_change(updates: pa.Table, before: str, after: str, version: int) -> None:

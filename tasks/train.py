@@ -55,8 +55,7 @@ def _update(staging: Staging) -> Result:
     }
     if staging.version == 0:
         facts["parent_digest"] = parent
-    if path := _save(staging, learner):
-        facts["learner_path"] = path
+    _save(staging, learner)
     return Result(
         rows_used=experience.num_rows - dropped.total(),
         rows_dropped=dropped,
@@ -65,14 +64,13 @@ def _update(staging: Staging) -> Result:
     )
 
 
-def _save(staging: Staging, learner: Learner) -> str | None:
-    """Saves the learner where this iteration is to; the path, relative to the run's folder."""
+def _save(staging: Staging, learner: Learner) -> None:
+    """Saves the learner where this iteration is to. Whether it did is no part of what the stage made: a version whose
+    state isn't kept is rebuilt from the stored experience."""
     config, iteration = staging.config, staging.at.iteration
     last = iteration == config.run.iterations - 1
     if learner.version == staging.version or not (last or (iteration + 1) % config.checkpoint.every == 0):
-        return None
+        return
     root = staging.at.run.folder / "learner"
-    folder = root / f"{learner.version:06d}"
-    learner.save(folder)
+    learner.save(root / f"{learner.version:06d}")
     prune(root, config.checkpoint.keep)
-    return folder.relative_to(staging.at.run.folder).as_posix()

@@ -1,0 +1,127 @@
+"""A real Prefect server for all flow tests, and the command run as a user runs it: in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from schemas.manifest import StageName
+from tasks.lake.runs import Run
+
+CONFIG = """
+[run]
+seed = 3
+iterations = 2
+
+[models]
+policy = "{policy}"
+
+[prompts]
+source = "{prompts}"
+per_iteration = 4
+
+[rollout]
+samples_per_prompt = 2
+max_new_tokens = 8
+max_model_len = 128
+kv_cache_gib = 0.25
+
+[[rewards]]
+name = "classifier"
+kind = "model"
+path = "{classifier}"
+
+[[rewards]]
+name = "vowels"
+kind = "function"
+function = "infra/rewards/vowels.py:score"
+
+[train]
+epochs = 2
+minibatch_size = 4
+micro_batch_size = 2
+actor_lr = 1e-3
+critic_lr = 1e-3
+record_tokens = true
+
+[evaluate]
+source = "{prompts}"
+"""
+
+DIES_AFTER = """
+import os, signal, sys
+from schemas.manifest import StageName
+from tasks import progress
+from flows import cli
+
+at, stage = int(sys.argv[1]), StageName(sys.argv[2])
+
+def die(event):
+    if isinstance(event, progress.Done) and (event.iteration, event.stage) == (at, stage):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+sys.argv[1:3] = []
+with progress.watch(die):
+    cli.main()
+"""
+"""`rollbook`, killed as with kill -9 once a stage of an iteration is committed."""
+
+
+@pytest.fixture(scope="session")
+def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    from prefect.server.api.server import SubprocessASGIServer
+    from prefect.settings import (
+        PREFECT_API_DATABASE_CONNECTION_URL,
+        PREFECT_SERVER_ANALYTICS_ENABLED,
+        temporary_settings,
+    )
+
+    database = f"sqlite+aiosqlite:///{tmp_path_factory.mktemp('prefect')}/prefect.db"
+    settings = {PREFECT_API_DATABASE_CONNECTION_URL: database, PREFECT_SERVER_ANALYTICS_ENABLED: False}
+    with temporary_settings(settings), SubprocessASGIServer() as server:
+        yield server.api_url
+
+
+@pytest.fixture(scope="session")
+def tiny_toml(tiny_llama: Path, tiny_classifier: Path, tiny_prompts: Path, tmp_path_factory: Any) -> Path:
+    path = tmp_path_factory.mktemp("configs") / "small.toml"
+    path.write_text(CONFIG.format(policy=tiny_llama, classifier=tiny_classifier, prompts=tiny_prompts))
+    return path
+
+
+Rollbook = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session")
+def rollbook(prefect_server: str) -> Rollbook:
+    """Runs `rollbook ARGS...` in a process of its own; `dies_after=(iteration, stage)` kills it there."""
+
+    def run(*args: object, dies_after: tuple[int, StageName] | None = None) -> subprocess.CompletedProcess[str]:
+        program = ["-c", DIES_AFTER, str(dies_after[0]), dies_after[1]] if dies_after else ["-m", "flows.cli"]
+        environment = {**os.environ, "PREFECT_API_URL": prefect_server, "COLUMNS": "100"}
+        command = [sys.executable, *program, *map(str, args)]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+    return run
+
+
+def content(lake: Path, run_id: str) -> list[Any]:
+    """What a run committed: keys, content digests, facts and weights, without times and attempts."""
+    return [
+        [m.iteration, m.stage, m.key, [[o.table, o.path, o.content_digest] for o in m.outputs], json.dumps(m.facts)]
+        for m in Run(lake, run_id).manifests()
+    ]
+
+
+@pytest.fixture(scope="session")
+def undisturbed(rollbook: Rollbook, tiny_toml: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A lake with the run of `tiny_toml`, two iterations in one process."""
+    lake = tmp_path_factory.mktemp("undisturbed") / "lake"
+    done = rollbook("run", tiny_toml, "--lake", lake)
+    assert done.returncode == 0, done.stderr
+    return lake
