@@ -117,7 +117,8 @@ class RewardSource(Section):
             raise ValueError(f'reward {self.name!r} of kind "{self.kind}" needs `{needs}` and no `{other}`')
         if self.function is not None and self.function.count(":") != 1:
             raise ValueError(
-                f"reward {self.name!r}: function must read module:function or path/to/file.py:function, not {self.function!r}"
+                f"reward {self.name!r}: function must read module:function or path/to/file.py:function, "
+                f"not {self.function!r}"
             )
         return self
 
