@@ -3,8 +3,7 @@
 -- remedy: a fault of the advantages stage; remove its folder and those of the stages after it, and run again
 WITH tokens AS (
     SELECT
-        e.run_id, e.iteration, e.sample_id,
-        len(e.action_mask) - list_position(list_reverse(e.action_mask), true) AS last_action,
+        e.run_id, e.iteration, e.sample_id, e.last_action,
         NOT r.terminated AND r.truncated AS cut,
         unnest(e.action_mask) AS action,
         unnest(r.action_mask) AS sampled,
@@ -13,7 +12,7 @@ WITH tokens AS (
         unnest(e.bootstrap_mask) AS bootstrap,
         unnest(e.continuation_mask) AS continuation,
         generate_subscripts(e.action_mask, 1) - 1 AS position,
-    FROM experience AS e
+    FROM (SELECT *, len(action_mask) - list_position(list_reverse(action_mask), true) AS last_action FROM experience) AS e
     JOIN (SELECT run_id, iteration, sample_id, terminated, truncated, action_mask FROM rollouts) AS r
         USING (run_id, iteration, sample_id)
 )

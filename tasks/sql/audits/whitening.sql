@@ -14,23 +14,23 @@ WITH moments AS (
 ),
 tokens AS (
     SELECT
-        run_id, iteration, sample_id,
-        unnest(advantage)::DOUBLE AS advantage,
-        unnest(raw_advantage)::DOUBLE AS a,
-        unnest(action_mask) AND dropped IS NULL AS trained,
-        generate_subscripts(advantage, 1) - 1 AS position,
-    FROM experience
+        e.run_id, e.iteration, e.sample_id, m.mean, m.std, c.whiten,
+        unnest(e.advantage)::DOUBLE AS advantage,
+        unnest(e.raw_advantage)::DOUBLE AS a,
+        unnest(e.action_mask) AND e.dropped IS NULL AS trained,
+        generate_subscripts(e.advantage, 1) - 1 AS position,
+    FROM experience AS e
+    JOIN (SELECT run_id, iteration, value = 'true' AS whiten FROM configs WHERE key = 'advantages.whiten') AS c
+        USING (run_id, iteration)
+    LEFT JOIN moments AS m USING (run_id, iteration)
 )
 SELECT run_id, iteration, sample_id AS subject,
     format('{} tokens, the first at position {}: advantage {:.6g}, expected {:.6g}', count(*), min(position),
         arg_min(advantage, position), arg_min(expected, position)) AS detail
 FROM (
-    SELECT t.*, if(NOT trained, 0, if(whiten, (a - mean) / std, a)) AS expected,
-        if(whiten, 0.03 * (abs(a) + abs(mean)) / std, 0) AS size,
-    FROM tokens AS t
-    JOIN (SELECT run_id, iteration, value = 'true' AS whiten FROM configs WHERE key = 'advantages.whiten')
-        USING (run_id, iteration)
-    LEFT JOIN moments USING (run_id, iteration)
+    SELECT *, if(NOT trained, 0, if(whiten, (a - mean) / std, a)) AS expected,
+        if(trained AND whiten, 0.03 * (abs(a) + abs(mean)) / std, 0) AS size,
+    FROM tokens
 )
 WHERE differs(advantage, expected, abs(expected) + size)
 GROUP BY ALL
