@@ -96,7 +96,7 @@ def print_table(
     console: Console, title: str | None, columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]
 ) -> None:
     """One line a row; `columns` are the keys to show with their headings."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name, heading in columns.items():
         numeric = any(isinstance(row[name], (int, float, Decimal)) for row in rows)
         table.add_column(heading, justify="right" if numeric else "left", overflow="fold")
@@ -110,7 +110,7 @@ def _cell(value: Any) -> str:
         case None:
             return "null"
         case float():
-            return f"{value:.5g}"
+            return f"{value:.4g}"
         case datetime():
             return f"{value:%Y-%m-%d %H:%M:%S}"
         case list():

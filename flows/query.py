@@ -91,14 +91,14 @@ def status(run: RunArgument = None, lake: LakeOption = None, format: FormatOptio
 
 
 CURVE = {
-    "iteration": "iteration",
-    "policy_version_out": "version",
+    "iteration": "iter",
+    "policy_version_out": "ver",
     "outcome_mean": "outcome",
     "heldout_score": "held-out",
     "kl": "kl",
     "entropy": "entropy",
     "clip_fraction": "clipped",
-    "explained_variance": "expl. var.",
+    "explained_variance": "expl.var",
     "response_len_mean": "length",
     "truncated_fraction": "cut",
     "seconds": "seconds",

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from small_lake import RUN_ID, shard_path, write_lake
 from typer.testing import CliRunner, Result
 
 from flows.cli import app
+from flows.query import print_iterations, print_suggestions
 from schemas.manifest import StageName
 from tasks.lake.runs import Run
 from tasks.sql.audit import catalogue
@@ -193,3 +195,18 @@ def test_the_latest_run_is_audited_unless_all_are_asked_for(valid_lake: Path) ->
     assert rollbook("audit", lake=valid_lake).exit_code == 0
     assert rollbook("audit", RUN_ID, lake=valid_lake).exit_code == 1
     assert rollbook("audit", "--all", lake=valid_lake).exit_code == 1
+
+
+def test_the_curve_fits_the_line(pristine_lake: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    print_iterations(pristine_lake, RUN_ID)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert len(lines) == 5  # a title, the headings, a rule and two iterations
+    assert max(map(len, lines)) <= 100
+
+
+def test_each_suggested_query_gives_rows(pristine_lake: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    print_suggestions(pristine_lake, RUN_ID)
+    suggested = [shlex.split(line) for line in capsys.readouterr().out.splitlines() if "rollbook sql" in line]
+    assert len(suggested) == 3
+    for _, *words in suggested:
+        assert len(json.loads(answer(*words, "--format", "json"))) > 1
