@@ -383,7 +383,7 @@ def _join(rollouts: pa.Table, experience: pa.Table) -> tuple[Sequences, _Experie
     """Rows of both tables side by side, in the order of the experience, and the indices of those not dropped."""
     at = {sample_id: i for i, sample_id in enumerate(rollouts.column("sample_id").to_pylist())}
     sample_ids = experience.column("sample_id").to_pylist()
-    rollouts = rollouts.take([at[s] for s in sample_ids])
+    rollouts = rollouts.take(pa.array([at[s] for s in sample_ids], pa.int64()))
     kept = [i for i, dropped in enumerate(experience.column("dropped").to_pylist()) if dropped is None]
     return Sequences.from_table(rollouts), _Experience.from_table(experience), kept, sample_ids
 
