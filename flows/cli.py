@@ -42,7 +42,7 @@ def run(
     resolved = configuration.load(config, tuple(overrides))
     # Their start-up chatter would break the live bar; whoever wants it sets these variables.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -55,14 +55,15 @@ def run(
 
 
 def _reporting_errors(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Turns the errors that users can act on into a message; anything else keeps its traceback."""
+    """Turns the errors that the project raises for its users into a message; anything else keeps its traceback."""
 
     @wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         try:
             return command(*args, **kwargs)
-        except (ValueError, RuntimeError, OSError) as error:
-            if os.environ.get("ROLLBOOK_TRACEBACK"):
+        except Exception as error:
+            ours = type(error).__module__.partition(".")[0] in ("flows", "tasks", "schemas")
+            if not ours and not isinstance(error, OSError):
                 raise
             typer.echo(f"rollbook: {error}", err=True)
             raise typer.Exit(1) from None

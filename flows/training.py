@@ -9,11 +9,12 @@ from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from flows.iteration import iteration
 from schemas.config import Config, ConfigError
 from schemas.manifest import StageName
-from tasks.engines.warm import resources
+from tasks.engines.warm import resources, warm
 from tasks.lake.runs import Run, RunRecord, differences
 from tasks.models.samples import resolve
 from tasks.models.weights import folder_digest
 from tasks.prompt_pool import read_pool
+from tasks.sample_prompts import draw
 from tasks.stage import At
 
 
@@ -23,6 +24,8 @@ def training(lake: str, run_id: str, iterations: int) -> int:
     run = Run(Path(lake), run_id)
     with run.lock(), resources():
         first = run.next_iteration()
+        if first < iterations:
+            warm(At(lake, run_id, first)).reward_scorers()  # one that can't be imported fails before any work is done
         progress = create_progress_artifact(_percent(first, iterations), description=f"Rollbook run {run_id}")
         assert isinstance(progress, UUID)
         for k in range(first, iterations):
@@ -44,6 +47,8 @@ def prepare(lake: Path, config: Config, *, change_config: bool = False) -> Run:
     run = Run(lake, config.run.id)
     with run.lock():
         new = RunRecord(config=config, digests=digests(config))
+        pool = read_pool(config.prompts.source).prompts
+        draw(config.run.seed, len(pool), config.prompts.per_iteration, 0)  # a pool that is too small fails here
         records = run.records()
         if not records:
             run.write_record(new, 0)
