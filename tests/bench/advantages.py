@@ -52,6 +52,7 @@ def shard(index: int, num_tokens: int, response_len: int) -> tuple[dict[str, Any
         "sample_id": ids,
         "prompt_id": ["p-000000"] * rows,
         "group_index": versions,
+        "baseline": np.zeros(rows, bool),
         "policy_version": versions,
         "prompt_token_ids": [[1, 2, 3]] * rows,
         "response_token_ids": ragged(
