@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from flows import query
+from flows.diagnosis import diagnose
 from schemas import config as configuration
 from tasks.lake.runs import default_lake
 
@@ -71,7 +72,7 @@ def _reporting_errors(command: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-for function in (run, query.status, query.sql, query.schema, query.audit):
+for function in (run, query.status, query.sql, query.schema, query.audit, diagnose):
     app.command()(_reporting_errors(function))
 
 

@@ -1,4 +1,4 @@
-"""The commands that read a lake: status, sql, schema, audit. They need no engine and disturb no writer."""
+"""The commands that read a lake: status, sql, schema, audit, diagnose. They need no engine and disturb no writer."""
 
 import difflib
 import re

@@ -140,15 +140,7 @@ LEFT JOIN (
             prompt_id,
             if(count(score) = count(*), sum(score * weight), NULL) AS score,
             if(count(reference_score) = count(*), sum(reference_score * weight), NULL) AS reference_score,
-        FROM evaluations
-        JOIN (
-            SELECT name.run_id, name.iteration, name.value AS source, weight.value::DOUBLE AS weight
-            FROM (FROM configs WHERE key LIKE 'rewards.%.name') AS name
-            JOIN (FROM configs WHERE key LIKE 'rewards.%.weight') AS weight
-                ON weight.run_id = name.run_id
-                AND weight.iteration = name.iteration
-                AND split_part(weight.key, '.', 2) = split_part(name.key, '.', 2)
-        ) USING (run_id, iteration, source)
+        FROM heldout
         GROUP BY ALL
     )
     GROUP BY ALL
