@@ -77,7 +77,9 @@ for function in (run, query.status, query.sql, query.schema, query.audit, diagno
 
 
 def main() -> None:
-    logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(message)s")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setLevel(logging.WARNING)
+    logging.basicConfig(handlers=[handler], format="%(levelname)s %(message)s")
     app()
 
 

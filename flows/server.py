@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from prefect.logging.handlers import APILogWorker
 from prefect.server.api.server import SubprocessASGIServer
 from prefect.settings import (
     PREFECT_API_URL,
@@ -36,4 +37,7 @@ def prefect_api() -> Iterator[None]:
         SubprocessASGIServer() as server,
         temporary_settings({PREFECT_API_URL: server.api_url}),
     ):
-        yield
+        try:
+            yield
+        finally:
+            APILogWorker.drain_all(timeout=5)  # else it would report that the server is gone

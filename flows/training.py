@@ -50,7 +50,8 @@ def prepare(lake: Path, config: Config, *, change_config: bool = False) -> Run:
         pool = read_pool(config.prompts.source).prompts
         draw(config.run.seed, len(pool), config.prompts.per_iteration, 0)  # a pool that is too small fails here
         records = run.records()
-        if not records:
+        begun = [k for k in run.iterations() if run.manifest(k, StageName.SAMPLE_PROMPTS)]
+        if not begun:
             run.write_record(new, 0)
             return run
         changed = differences(records[max(records)], new)
@@ -60,9 +61,8 @@ def prepare(lake: Path, config: Config, *, change_config: bool = False) -> Run:
                 "restore it, name another run (--run NAME), or apply the change from the next iteration on "
                 "(--change-config)"
             )
-        begun = [k for k in run.iterations() if run.manifest(k, StageName.SAMPLE_PROMPTS)]
-        if changed:
-            run.write_record(new, max(begun, default=-1) + 1)
+        # Without a change the record is the same but for the run's length and its checkpoints, which may always change.
+        run.write_record(new, max(begun) + 1 if changed else max(records))
     return run
 
 

@@ -1,11 +1,22 @@
 """Identifiers. None can be read as a number, so that no reader ever changes one by guessing its type."""
 
 import hashlib
+import re
 from typing import Annotated
 
-from pydantic import StringConstraints
+from pydantic import AfterValidator
 
-RunId = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_.~-]{0,99}$")]
+
+def _run_id(name: str) -> str:
+    if not re.fullmatch(r"[a-z][a-z0-9_.~-]{0,99}", name):
+        raise ValueError(
+            f"{name!r} can't name a run: start with a lowercase letter, then lowercase letters, digits, '_', '.', '~' "
+            f"or '-', at most 100 in all"
+        )
+    return name
+
+
+RunId = Annotated[str, AfterValidator(_run_id)]
 
 
 def prompt_id(row: int) -> str:

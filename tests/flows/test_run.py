@@ -109,6 +109,15 @@ def test_a_change_from_the_next_iteration_on_is_recorded(
     assert rollbook("audit", "--lake", tmp_lake).returncode == 0
 
 
+def test_a_run_that_could_not_begin_may_be_corrected(rollbook: Rollbook, tiny_toml: Path, tmp_lake: Path) -> None:
+    refused = rollbook("run", tiny_toml, "--lake", tmp_lake, "--set", "rewards.1.function=nofile.py:score")
+    assert refused.returncode == 1
+    assert "nofile.py" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    done = rollbook("run", tiny_toml, "--lake", tmp_lake, "--iterations", 1)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     ("override", "says"),
     [
