@@ -136,7 +136,9 @@ def sql(
     """Query a lake with SQL: its tables and the views tokens, iterations, stages and more."""
     with connect(lake or default_lake(), run) as connection:
         try:
-            result = connection.execute(query)
+            # The whole result first: an error in a late row must not leave half an answer on stdout.
+            complete = connection.sql(query).materialize()
+            result = connection.execute("FROM complete")
             names = _unique([column[0] for column in result.description or ()])
             rows = _rows(result)
             if format is SqlFormat.JSON:
