@@ -137,7 +137,7 @@ def sql(
     with connect(lake or default_lake(), run) as connection:
         try:
             # The whole result first: an error in a late row must not leave half an answer on stdout.
-            complete = connection.sql(query).materialize()
+            complete = connection.sql(query).materialize()  # noqa: F841 - DuckDB reads it by its name
             result = connection.execute("FROM complete")
             names = _unique([column[0] for column in result.description or ()])
             rows = _rows(result)
