@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from schemas.experience import Estimator
 from schemas.ids import RunId
 from schemas.rewards import RewardKind
 
@@ -67,6 +68,9 @@ class RolloutSection(Section):
 
     engine: Literal["vllm", "transformers"] = "vllm"
     samples_per_prompt: PositiveInt = 1
+    greedy_baseline: bool = Field(
+        False, description="answer each prompt once more, greedily, for remax to compare with"
+    )
     max_new_tokens: PositiveInt = Field(description="longest response")
     max_model_len: PositiveInt | None = Field(None, description="context of the engine; the model's own if not given")
     temperature: PositiveFloat = Field(1.0, description="applied to every log-prob, on every side")
@@ -129,13 +133,68 @@ class ScoreSection(Section):
     batch_tokens: PositiveInt = Field(4096, description="tokens (padding included) in one batched forward")
 
 
-class AdvantagesSection(Section):
-    """Masks, KL in the reward, GAE and whitening (conventions C1 to C6)."""
+class OutcomeSection(Section):
+    """How a sample's outcome is shaped from the weighted sum of its rewards. In this order: clipping and normalisation,
+    a missing end, then the penalties of length."""
 
+    normalize: Literal["none", "batch", "running"] = Field(
+        "none", description="by the statistics of the iteration's outcomes, or of all outcomes trained on so far"
+    )
+    scale: Literal["mean_std", "std_only"] = Field(
+        "mean_std", description="subtract the mean and divide by the standard deviation, or divide only"
+    )
+    clip: PositiveFloat | None = Field(None, description="bound of |outcome|")
+    clip_at: Literal["before", "after"] = Field("after", description="where to clip, seen from the normalisation")
+    missing_eos_penalty: PositiveFloat | None = Field(None, description="for responses that ran into a length limit")
+    missing_eos_mode: Literal["subtract", "replace"] | None = Field(
+        None, description="subtract the penalty from the outcome, or make -penalty the outcome"
+    )
+    length_penalty: NonNegativeFloat = Field(0.0, description="subtracted for every token of the policy's")
+    overlong_margin: PositiveInt | None = Field(
+        None, description="last tokens before rollout.max_new_tokens in which a penalty grows from 0 to 1 (DAPO)"
+    )
+
+    @model_validator(mode="after")
+    def _says_what_the_penalty_does(self) -> "OutcomeSection":
+        if self.missing_eos_penalty is not None and self.missing_eos_mode is None:
+            raise ValueError(
+                'outcome.missing_eos_penalty needs outcome.missing_eos_mode: "subtract" takes it from the outcome, '
+                '"replace" makes -penalty the outcome'
+            )
+        if self.missing_eos_mode is not None and self.missing_eos_penalty is None:
+            raise ValueError("outcome.missing_eos_mode needs outcome.missing_eos_penalty, a number above 0")
+        return self
+
+
+Whitening = Literal["global", "minibatch", "none"]
+
+
+def _usual_whitening(given: dict[str, Any]) -> Whitening:
+    return "global" if given.get("estimator") in (Estimator.GAE, Estimator.REINFORCE_PP) else "none"
+
+
+class AdvantagesSection(Section):
+    """Masks, KL to the reference, advantages and whitening (conventions C1 to C6)."""
+
+    estimator: Estimator = Field(Estimator.GAE, description="how advantages are made; all but gae do without a critic")
     gamma: UnitFloat = 1.0
     lam: UnitFloat = Field(0.95, description="lambda of GAE")
-    kl_coef: NonNegativeFloat = Field(0.05, description="beta of r[t] = -beta * kl[t]")
-    whiten: bool = True
+    kl_in: Literal["reward"] = Field("reward", description="where the KL to the reference is penalised")
+    kl_coef: NonNegativeFloat = Field(0.05, description="beta of r[t] = -beta * kl[t]; where a controller starts")
+    kl_estimator: Literal["k1", "k2", "k3"] = Field("k1", description="estimator of the penalised KL")
+    kl_controller: Literal["fixed", "proportional", "doubling"] = Field(
+        "fixed", description="how beta follows the observed KL from iteration to iteration"
+    )
+    kl_target: PositiveFloat | None = Field(None, description="KL that the controller steers for, in nats")
+    kl_horizon: PositiveFloat | None = Field(None, description="sequences in which a proportional controller corrects")
+    kl_reduction: Literal["token_mean", "sequence_sum"] = Field(
+        "sequence_sum", description="what the target means: KL of a token, or of a whole response, on average"
+    )
+    whiten: Whitening = Field(
+        default_factory=_usual_whitening,
+        description="over which tokens advantages get mean 0 and variance 1: global (the iteration's; the default of "
+        "gae and reinforce_pp), minibatch or none (the default of the others)",
+    )
     max_staleness: NonNegativeInt = Field(0, description="older samples are dropped")
     importance_cap: PositiveFloat | None = Field(
         None, description="cap of a sample's weight pi_learner / pi_engine in the policy loss; unset: every weight is 1"
@@ -143,6 +202,37 @@ class AdvantagesSection(Section):
     max_engine_gap: PositiveFloat | None = Field(
         None, description="fail above this mean |learner - engine| log-prob over the trained tokens, in nats"
     )
+
+    @model_validator(mode="after")
+    def _whitens_what_its_estimator_leaves_open(self) -> "AdvantagesSection":
+        if self.estimator is Estimator.REINFORCE_PP and self.whiten != "global":
+            raise ValueError(
+                f'advantages.estimator = "reinforce_pp" is reward-to-go whitened over the whole iteration, so '
+                f'advantages.whiten can\'t be "{self.whiten}"; leave it out, or use estimator = "reinforce"'
+            )
+        if self.estimator in (Estimator.GRPO, Estimator.GRPO_NO_STD) and self.whiten != "none":
+            raise ValueError(
+                f'advantages.estimator = "{self.estimator}" normalises within each prompt\'s answers, and '
+                f'advantages.whiten = "{self.whiten}" would do it again; leave it out, or use estimator = "rloo"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _steers_with_what_its_controller_needs(self) -> "AdvantagesSection":
+        needs = {"fixed": (), "proportional": ("kl_target", "kl_horizon"), "doubling": ("kl_target",)}
+        controller = f'advantages.kl_controller = "{self.kl_controller}"'
+        for key in ("kl_target", "kl_horizon"):
+            needed, given = key in needs[self.kl_controller], getattr(self, key) is not None
+            if needed and not given:
+                raise ValueError(f"{controller} needs advantages.{key}, a number above 0")
+            if given and not needed:
+                users = " or ".join(f'"{name}"' for name, keys in needs.items() if key in keys)
+                raise ValueError(
+                    f"{controller} has no use for advantages.{key}; remove it, or set kl_controller = {users}"
+                )
+        if self.kl_controller != "fixed" and self.kl_coef == 0:
+            raise ValueError(f"{controller} multiplies advantages.kl_coef, and 0 stays 0; start from a number above 0")
+        return self
 
 
 class TrainSection(Section):
@@ -203,6 +293,7 @@ class Config(Section):
     rollout: RolloutSection
     rewards: tuple[RewardSource, ...] = Field(min_length=1)
     score: ScoreSection = ScoreSection()
+    outcome: OutcomeSection = OutcomeSection()
     advantages: AdvantagesSection = AdvantagesSection()
     train: TrainSection
     sync: SyncSection = SyncSection()
@@ -214,6 +305,35 @@ class Config(Section):
         names = [r.name for r in self.rewards]
         if len(set(names)) < len(names):
             raise ValueError(f"rewards need different names, got {names}")
+        return self
+
+    @model_validator(mode="after")
+    def _samples_what_its_baseline_needs(self) -> "Config":
+        estimator, rollout = self.advantages.estimator, self.rollout
+        chosen = f'advantages.estimator = "{estimator}"'
+        in_group = estimator.has_baseline and estimator is not Estimator.REMAX
+        if in_group and rollout.samples_per_prompt == 1:
+            raise ValueError(
+                f"{chosen} compares the answers to a prompt, and rollout.samples_per_prompt = 1 gives one; set it to 2 "
+                f'or more, or use estimator = "reinforce_pp"'
+            )
+        if estimator is Estimator.REMAX and not rollout.greedy_baseline:
+            raise ValueError(f"{chosen} compares with a greedy answer; set rollout.greedy_baseline = true")
+        if rollout.greedy_baseline and estimator is not Estimator.REMAX:
+            raise ValueError(
+                f"rollout.greedy_baseline samples answers that {chosen} never reads; leave it out, or set "
+                f'advantages.estimator = "remax"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _penalises_within_the_limit(self) -> "Config":
+        margin, limit = self.outcome.overlong_margin, self.rollout.max_new_tokens
+        if margin is not None and margin > limit:
+            raise ValueError(
+                f"outcome.overlong_margin = {margin} would penalise every response, because rollout.max_new_tokens = "
+                f"{limit}; make the margin smaller"
+            )
         return self
 
 
@@ -239,14 +359,41 @@ def load(path: str | Path, overrides: tuple[str, ...] = ()) -> Config:
 def parse(raw: dict[str, Any], where: str) -> Config:
     """Builds a Config from plain data, or raises ConfigError that lists every problem, one a line."""
     try:
-        return Config.model_validate(raw)
+        config = Config.model_validate(raw)
+        lines = _given_in_vain(config)
     except ValidationError as error:
         lines = [_explain(problem) for problem in error.errors()]
-        raise ConfigError(f"{where}: " + "\n  ".join(["the configuration can't be used:", *lines])) from None
+    if lines:
+        raise ConfigError(f"{where}: " + "\n  ".join(["the configuration can't be used:", *lines]))
+    return config
+
+
+def _given_in_vain(config: Config) -> list[str]:
+    """The keys that were given although, under the other choices made, nothing reads them."""
+    advantages, outcome = config.advantages, config.outcome
+    unread: dict[str, str] = {}
+    estimator = f'advantages.estimator = "{advantages.estimator}"'
+    if not advantages.estimator.has_critic:
+        keys = ("models.critic", "train.critic_lr", "train.critic_grad_clip", "train.value_clip")
+        unread |= dict.fromkeys(keys, f"{estimator} has no critic")
+        unread["advantages.lam"] = f"{estimator} is not GAE"
+    if advantages.estimator.has_baseline:
+        unread["advantages.gamma"] = f"{estimator} gives all tokens of a response the same advantage"
+    if advantages.kl_controller == "fixed":
+        unread["advantages.kl_reduction"] = 'advantages.kl_controller = "fixed" has no target'
+    if outcome.normalize == "none":
+        unread["outcome.scale"] = unread["outcome.clip_at"] = 'outcome.normalize = "none"'
+    if outcome.clip is None:
+        unread["outcome.clip_at"] = "outcome.clip is not set"
+    return [
+        f"{key}: nothing reads it, because {why}; remove it (--set {key}= does so), or change the other"
+        for key, why in unread.items()
+        if key.split(".")[1] in getattr(config, key.split(".")[0]).model_fields_set
+    ]
 
 
 def _apply(raw: dict[str, Any], override: str) -> None:
-    """Sets one `a.b=c`; the value is read as TOML, or as a plain string where it isn't TOML."""
+    """Sets one `a.b=c`; the value is read as TOML, or as a plain string where it isn't TOML. `a.b=` removes the key."""
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
@@ -260,7 +407,9 @@ def _apply(raw: dict[str, Any], override: str) -> None:
         at = at[_index(at, part, override)] if isinstance(at, list) else at.setdefault(part, {})
         if not isinstance(at, (dict, list)):
             raise ConfigError(f"--set {override}: {part} is a value, not a section")
-    if isinstance(at, list):
+    if not text.strip() and isinstance(at, dict):
+        at.pop(parts[-1], None)
+    elif isinstance(at, list):
         at[_index(at, parts[-1], override)] = value
     else:
         at[parts[-1]] = value

@@ -19,16 +19,45 @@ from schemas.columns import (
 )
 
 
+class Estimator(StrEnum):
+    """How advantages are estimated."""
+
+    GAE = "gae"
+    REINFORCE = "reinforce"
+    REINFORCE_PP = "reinforce_pp"
+    RLOO = "rloo"
+    GRPO = "grpo"
+    GRPO_NO_STD = "grpo_no_std"
+    REMAX = "remax"
+
+    @property
+    def has_critic(self) -> bool:
+        return self is Estimator.GAE
+
+    @property
+    def has_baseline(self) -> bool:
+        """Whether one number, the reward of the response minus that of other answers to its prompt, is the advantage of
+        all its tokens."""
+        return self in (Estimator.RLOO, Estimator.GRPO, Estimator.GRPO_NO_STD, Estimator.REMAX)
+
+
 class Dropped(StrEnum):
     """Why a sample is not trained on."""
 
+    BASELINE = "baseline"
+    NO_ACTION = "no_action"
     REWARD_FAILED = "reward_failed"
     STALE = "stale"
-    NO_ACTION = "no_action"
+    NO_OUTCOME = "no_outcome"
+    NO_BASELINE = "no_baseline"
 
 
-def _tokens(name: str, element: pa.DataType, meaning: str, unit: str = "") -> Column:
-    return Column(name, ragged(element), meaning, unit=unit, shape="[response_len]")
+def _tokens(name: str, element: pa.DataType, meaning: str, unit: str = "", *, nullable: bool = False) -> Column:
+    return Column(name, ragged(element), meaning, unit=unit, shape="[response_len]", nullable=nullable)
+
+
+def _outcome(name: str, meaning: str) -> Column:
+    return Column(name, FLOAT32, f"{meaning}; null where there is no outcome", nullable=True)
 
 
 TABLE = Table(
@@ -41,23 +70,30 @@ TABLE = Table(
         ITERATION,
         SAMPLE_ID,
         POLICY_VERSION,
+        Column("estimator", STRING, "what made the advantages; all but gae have no critic", enum=True),
         Column("response_len", INT32, "number of response tokens", unit="tokens"),
         Column("score_index", INT32, "position of the last action, where the outcome is added", nullable=True),
         _tokens("score_mask", BOOL, "true at score_index; all false where the episode has no outcome"),
         _tokens("action_mask", BOOL, "true on tokens the policy chose"),
         _tokens("transition_mask", BOOL, "true where an action is followed by another action"),
-        _tokens("value_mask", BOOL, "true where the value loss counts"),
+        _tokens("value_mask", BOOL, "true where the value loss counts, if there is a critic"),
         _tokens("bootstrap_mask", BOOL, "true where the value of the next state enters the TD residual"),
         _tokens("continuation_mask", BOOL, "true where the next advantage is carried back"),
         _tokens("old_logp", FLOAT32, "the log-probability in the ratio's denominator", unit="nats"),
         _tokens("sampled_kl", FLOAT32, "k1 = old_logp - ref_logp, signed", unit="nats"),
-        _tokens("shaped_reward", FLOAT32, "r[t] = -beta * kl[t] + outcome at score_index"),
-        _tokens("old_value", FLOAT32, "V[t] when the response was scored"),
+        _tokens("shaped_reward", FLOAT32, "r[t] = -beta * kl[t] + outcome at score_index, kl as kl_estimator says"),
+        _tokens("old_value", FLOAT32, "V[t] when the response was scored; null without a critic", nullable=True),
         _tokens("raw_advantage", FLOAT32, "A[t] before whitening"),
-        _tokens("advantage", FLOAT32, "A[t] as trained on"),
-        _tokens("returns", FLOAT32, "A[t] + V[t], built before whitening"),
+        _tokens("advantage", FLOAT32, "A[t] as trained on, before whitening by minibatch"),
+        _tokens("returns", FLOAT32, "A[t] + V[t], built before whitening; null without a critic", nullable=True),
         Column("kl_coef_used", FLOAT32, "beta of this row"),
-        Column("outcome", FLOAT32, "the number added at score_index; null where there is none", nullable=True),
+        Column("kl_estimator", STRING, "estimator of the KL in shaped_reward: k1, k2 or k3, of sampled_kl", enum=True),
+        _outcome("outcome_raw", "weighted sum of the reward sources"),
+        _outcome("outcome_scaled", "the same, clipped and normalised as [outcome] says"),
+        _outcome("eos_penalty", "what the missing end changed: -penalty, or -penalty - outcome_scaled to replace it"),
+        _outcome("length_penalty", "outcome.length_penalty * number of actions, negative"),
+        _outcome("overlong_penalty", "from 0 down to -1 as the response nears rollout.max_new_tokens"),
+        _outcome("outcome", "the number added at score_index: outcome_scaled and the three penalties"),
         Column("reward_sum", FLOAT32, "sum of shaped_reward over the actions"),
         Column("kl_sum", FLOAT32, "sum of sampled_kl over the actions", unit="nats"),
         Column("importance_weight", FLOAT32, "weight of the sample in the policy loss"),

@@ -40,6 +40,7 @@ TABLE = Table(
         SAMPLE_ID,
         PROMPT_ID,
         Column("group_index", INT32, "which of the prompt's answers this is, from 0"),
+        Column("baseline", BOOL, "the greedy answer that ReMax compares with; never trained on"),
         POLICY_VERSION,
         Column("prompt_token_ids", ragged(INT32), "the ids the response continues", shape="[prompt_len]", minimum=0),
         Column(

@@ -5,8 +5,8 @@ import pyarrow as pa
 from schemas.columns import BOOL, FLOAT32, INT32, ITERATION, RUN_ID, SAMPLE_ID, Column, Table, ragged
 
 
-def _tokens(name: str, element: pa.DataType, meaning: str, unit: str = "") -> Column:
-    return Column(name, ragged(element), meaning, unit=unit, shape="[response_len]")
+def _tokens(name: str, element: pa.DataType, meaning: str, unit: str = "", *, nullable: bool = False) -> Column:
+    return Column(name, ragged(element), meaning, unit=unit, shape="[response_len]", nullable=nullable)
 
 
 TABLE = Table(
@@ -23,6 +23,6 @@ TABLE = Table(
         _tokens("ratio", FLOAT32, "exp(new_logp - old_logp)"),
         _tokens("clipped", BOOL, "the clipped branch was chosen"),
         _tokens("entropy", FLOAT32, "entropy of the sampled distribution", "nats"),
-        _tokens("value", FLOAT32, "critic output before the step"),
+        _tokens("value", FLOAT32, "critic output before the step; null without a critic", nullable=True),
     ),
 )

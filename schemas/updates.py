@@ -1,4 +1,5 @@
-"""updates: one row an optimizer step. A metric is null where the step was not taken or gave no finite number."""
+"""updates: one row an optimizer step. A metric is null where the step was not taken or gave no finite number, and one
+of the critic where there is no critic."""
 
 from schemas.columns import (
     BOOL,

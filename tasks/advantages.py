@@ -1,11 +1,12 @@
-"""advantages: masks, shaped rewards, GAE and whitening, from what rollout and score committed. Pure arithmetic."""
+"""advantages: masks, shaped rewards, advantages, whitening, from what rollout and score committed. Pure arithmetic."""
 
 import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -13,91 +14,115 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
-from schemas.config import AdvantagesSection
-from schemas.experience import TABLE, Dropped
+from schemas.config import Config
+from schemas.experience import TABLE, Dropped, Estimator
 from schemas.manifest import StageName
-from schemas.rewards import RewardStatus
 from schemas.rollouts import FinishReason
-from tasks.ppo.drops import drop_reason
+from tasks.carried import KL_CONTROL, Carried
+from tasks.outcome_shaping import Outcome, outcome_moments, shaped
+from tasks.ppo.baselines import group_relative, leave_one_out, remax, reward_to_go
+from tasks.ppo.drops import drop_reasons
 from tasks.ppo.gae import gae
 from tasks.ppo.importance import EngineGap, engine_gap, truncated_sequence_weights
 from tasks.ppo.kl import KlEstimator, token_kl
-from tasks.ppo.masks import build_masks
+from tasks.ppo.masks import Masks, build_masks
 from tasks.ppo.ragged import Rows
 from tasks.ppo.rewards import shaped_rewards
 from tasks.ppo.whitening import Moments, moments, whiten
 from tasks.progress import report
+from tasks.scored_samples import scored_samples, tensor, tokens
 from tasks.stage import At, Committed, Result, StageError, Staging, run_stage
 
 BLOCK_TOKENS = 1 << 16
 """Tokens computed on at once: what fits the processor's cache."""
 
-FROM_ROLLOUTS = [
-    "sample_id",
-    "policy_version",
-    "response_len",
-    "behavior_logp",
-    "action_mask",
-    "finish_reason",
-    "terminated",
-    "truncated",
-]
-FROM_FORWARDS = ["learner_logp", "ref_logp", "value", "bootstrap_value"]
+
+@dataclass(frozen=True)
+class _Settings:
+    """What every block is computed with: the configuration, and what the iterations before and all samples decide."""
+
+    config: Config
+    kl_coef: float
+    outcomes: Moments
 
 
 def advantages(at: At, rollouts: Committed, scores: Committed) -> Committed:
     """Writes `experience`, one row for each of `rollouts`, those that are not trained on included.
 
-    `scores.policy_version` is the learner's version, from which staleness is counted.
+    `scores.policy_version` is the learner's version, from which staleness is counted. The KL coefficient and running
+    statistics of outcomes are those that the train stage of the iteration before handed on.
     Raises StageError where the inputs contradict each other, NonFinite for a number that can't be trained on.
     """
     config = at.config
-    section = {"advantages": config.advantages.model_dump(mode="json"), "rewards": [r.name for r in config.rewards]}
+    adapts, runs = config.advantages.kl_controller != "fixed", config.outcome.normalize == "running"
+    carried = Carried.into(at) if adapts or runs else Carried.initial(config)
+    settings = _Settings(config, carried.kl_coef_under(config.advantages), carried.outcomes)
+    section = {
+        "advantages": config.advantages.model_dump(mode="json", exclude=set(KL_CONTROL)),
+        "kl_coef": settings.kl_coef,
+        "outcome": config.outcome.model_dump(mode="json"),
+        "rewards": [r.name for r in config.rewards],
+    }
+    if config.outcome.overlong_margin is not None:
+        section["max_new_tokens"] = config.rollout.max_new_tokens
+    if runs:
+        section["outcomes_before"] = carried.facts()["outcomes"]
     return run_stage(
         at,
         StageName.ADVANTAGES,
-        _write_experience,
+        partial(_write_experience, given=settings),
         section=section,
         version=scores.policy_version,
         inputs=[rollouts, scores],
     )
 
 
-def _write_experience(staging: Staging) -> Result:
-    """One shard for each shard of rollouts. Whitening is global, so the experience is computed once for its moments and
-    once more to be written: that costs less than memory for all of it."""
-    settings = staging.config.advantages
+def _write_experience(staging: Staging, given: _Settings) -> Result:
+    """One shard for each shard of rollouts. What all samples decide together (statistics of outcomes, baselines, the
+    whitening) takes passes of its own before: computing twice costs less than memory for all of it."""
+    settings = given.config.advantages
     over, gap = Moments(), EngineGap()
     done, dropped = 0, Counter[str]()
-    scored, outcome_sum, kl_sum = 0, 0.0, 0.0
+    sampled, scored, outcome_sum, kl_sum = 0, 0, 0.0, 0.0
     total = sum(o.rows for o in staging.inputs[StageName.ROLLOUT].outputs)
     with _one_thread():
-        if settings.whiten:
-            for samples in _samples(staging):
-                over = sum((block.moments for block in _blocks(samples, settings)), over)
-        for samples in _samples(staging):
-            blocks = list(_blocks(samples, settings))
+        if given.config.outcome.normalize != "none":
+            given = _with_outcome_statistics(staging, given)
+        compared = _compare(staging, given) if settings.estimator.has_baseline else None
+        if settings.whiten == "global":
+            if compared is not None:
+                over = compared.moments
+            else:
+                for samples in scored_samples(staging):
+                    over = sum((block.moments for block in _blocks(samples, given)), over)
+        for samples in scored_samples(staging) if compared is None else compared.samples(staging):
+            blocks = list(_blocks(samples, given))
             shard = pa.concat_tables(block.table(over) for block in blocks)
             gap = sum((block.engine_gap for block in blocks), gap)
             staging.write("experience", dict(zip(shard.column_names, shard.columns, strict=True)))
             dropped.update(reason for reason in samples["dropped"].to_pylist() if reason is not None)
             done += samples.num_rows
-            outcomes = shard["outcome"].drop_null()
+            own = shard.filter(pc.fill_null(pc.not_equal(shard["dropped"], Dropped.BASELINE), True))
+            outcomes = own["outcome"].drop_null()
+            sampled += own.num_rows
             scored += len(outcomes)
             outcome_sum += pc.sum(outcomes).as_py() or 0.0
-            kl_sum += pc.sum(shard["kl_sum"]).as_py() or 0.0
+            kl_sum += pc.sum(own["kl_sum"]).as_py() or 0.0
             report(StageName.ADVANTAGES, done, total)
 
     _require_agreement(gap, settings.max_engine_gap)
     facts = {
-        "kl_coef": settings.kl_coef,
+        "kl_coef": given.kl_coef,
         "whitening": {"tokens": over.count, "mean": over.mean, "std": over.std} if over.count else None,
         "engine_gap": {"mean": gap.mean, "max": gap.max, "effective_sample_size": gap.effective_sample_size}
         if gap.count
         else None,
         "outcome_mean": outcome_sum / scored if scored else None,
-        "kl_mean": kl_sum / done if done else None,
+        "kl_mean": kl_sum / sampled if sampled else None,
     }
+    if given.config.outcome.normalize != "none" and given.outcomes.count:
+        over = given.outcomes
+        facts["normalised_by"] = {"outcomes": over.count, "mean": over.mean, "std": over.std}
     return Result(done - dropped.total(), dropped, facts=facts)
 
 
@@ -122,114 +147,129 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-# One row a sample: what rollouts, rewards and forwards say of it
+# What all samples decide together
 
 
-def _samples(staging: Staging) -> Iterator[pa.Table]:
-    """Each shard of rollouts with its forwards, `outcome` (null: unknown) and `dropped` (null: trained on)."""
-    sources = len(staging.config.rewards)
-    rewards, forwards = staging.read("rewards"), _Forwards(staging)
-    scored = 0
-    for read in staging.shards("rollouts", FROM_ROLLOUTS):
-        rollouts = read()
-        index = pc.index_in(rewards["sample_id"], rollouts["sample_id"].combine_chunks())
-        own = rewards.append_column("row", index).filter(index.is_valid())
-        scored += own.num_rows
-        samples = forwards.join(rollouts)
-        outcome, failed = _outcomes(rollouts, own, sources)
-        dropped = _drops(rollouts, failed, staging.version, staging.config.advantages.max_staleness)
-        _require_bootstrap_values(samples, dropped)
-        yield samples.append_column("outcome", outcome).append_column("dropped", dropped)
-    if scored != rewards.num_rows:
-        raise StageError(f"advantages: {rewards.num_rows - scored} rewards belong to no sample of the rollouts")
+def _with_outcome_statistics(staging: Staging, given: _Settings) -> _Settings:
+    """The settings with the moments to normalise by: of this iteration's outcomes, after all before them if running."""
+    names = ("outcome_raw", "baseline")
+    raw, greedy = zip(*([samples[name] for name in names] for samples in scored_samples(staging)), strict=True)
+    baseline = pc.if_else(_joined(greedy, pa.bool_()), Dropped.BASELINE.value, pa.scalar(None, pa.string()))
+    now = outcome_moments(_joined(raw, pa.float64()), baseline, given.config.outcome)
+    return replace(given, outcomes=given.outcomes + now)
 
 
-@dataclass
-class _Forwards:
-    """Finds the forwards of samples in whatever shards and order they were written; holds the shards in use."""
-
-    staging: Staging
-    held: dict[int, pa.Table] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        ids = [read()["sample_id"].combine_chunks() for read in self.staging.shards("forwards", ["sample_id"])]
-        self.ids = pa.chunked_array(ids, pa.string()).combine_chunks()
-        self.starts = np.cumsum([0, *map(len, ids)])
-        self.readers = self.staging.shards("forwards", FROM_FORWARDS)
-
-    def join(self, rollouts: pa.Table) -> pa.Table:
-        index = pc.index_in(rollouts["sample_id"], self.ids)
-        _refuse(index.is_null(), rollouts, "has no forwards; run score again")
-        row = index.to_numpy()
-        shard = np.searchsorted(self.starts, row, side="right") - 1
-        needed = np.unique(shard).tolist()
-        self.held = {k: self.held[k] if k in self.held else self.readers[k]() for k in needed}
-        before = np.zeros(len(self.readers) + 1, dtype=np.int64)
-        before[needed] = np.cumsum([0, *(self.held[k].num_rows for k in needed)])[:-1]
-        found = pa.concat_tables([self.held[k] for k in needed] or [self.readers[0]()])
-        position = before[shard] + row - self.starts[shard]
-        if not np.array_equal(position, np.arange(found.num_rows)):
-            found = found.take(pa.array(position))
-        lengths = pc.list_value_length(found["learner_logp"])
-        differs = pc.not_equal(lengths, rollouts["response_len"])
-        _refuse(differs, rollouts, "has another length in forwards than in rollouts")
-        for name in FROM_FORWARDS:
-            rollouts = rollouts.append_column(name, found[name])
-        return rollouts
+def _joined(columns: tuple[pa.ChunkedArray, ...], type: pa.DataType) -> pa.ChunkedArray:
+    return pa.chunked_array([chunk for column in columns for chunk in column.chunks], type)
 
 
-def _outcomes(rollouts: pa.Table, rewards: pa.Table, num_sources: int) -> tuple[pa.Array, np.ndarray]:
-    """The weighted sum of the sources of each sample, null where unknown, and whether a source owed a number.
+@dataclass(frozen=True)
+class _Compared:
+    """Why each sample is not trained on, and the advantage [B] of the others, float32, in the order of the rollouts.
 
-    A response that was cut from outside (abort) need not be scored: without a number from any source it has no outcome,
-    and that is no failure.
+    `num_actions` [B]: the tokens that have it.
     """
-    row = rewards["row"].to_numpy()
 
-    def count(status: RewardStatus | None = None) -> np.ndarray:
-        where = slice(None) if status is None else pc.equal(rewards["status"], status).to_numpy()
-        return np.bincount(row[where], minlength=rollouts.num_rows)
+    dropped: list[Dropped | None]
+    advantage: Tensor
+    num_actions: Tensor
 
-    weighted = pc.multiply(rewards["weight"].cast(pa.float64()), rewards["value"].cast(pa.float64())).fill_null(0)
-    aborted = pc.equal(rollouts["finish_reason"], FinishReason.ABORT).to_numpy()
-    given, known = count(), count(RewardStatus.OK) == num_sources
-    unscored = aborted & (count(RewardStatus.NONE) == given)
-    wrong = (given != num_sources) & ~unscored
-    _refuse(pa.array(wrong), rollouts, f"was not scored once by each of the {num_sources} reward sources")
-    value = np.bincount(row, weights=weighted.to_numpy(), minlength=rollouts.num_rows)
-    return pa.array(value, pa.float64(), mask=~known), ~known & ~unscored
+    def samples(self, staging: Staging) -> Iterator[pa.Table]:
+        """Each shard, its `dropped` the final one, with `of_response`: the advantage of all tokens."""
+        start = 0
+        for samples in scored_samples(staging):
+            part = slice(start, start := start + samples.num_rows)
+            at = samples.column_names.index("dropped")
+            final = samples.set_column(at, "dropped", pa.array(self.dropped[part], pa.string()))
+            yield final.append_column("of_response", pa.array(self.advantage[part].numpy()))
 
-
-def _drops(rollouts: pa.Table, failed: np.ndarray, version: int, max_staleness: int) -> pa.Array:
-    num_actions = Rows(_tensor(rollouts["response_len"]).long()).sum(_tokens(rollouts["action_mask"]))
-    samples = zip(num_actions.tolist(), failed.tolist(), rollouts["policy_version"].to_pylist(), strict=True)
-    reasons = [
-        drop_reason(
-            num_actions=actions,
-            reward_failed=reward_failed,
-            staleness=version - policy_version,
-            max_staleness=max_staleness,
-        )
-        for actions, reward_failed, policy_version in samples
-    ]
-    return pa.array(reasons, pa.string())
+    @property
+    def moments(self) -> Moments:
+        """Of the advantages of all tokens trained on."""
+        kept = torch.tensor([reason is None for reason in self.dropped], dtype=torch.bool)
+        a, n = self.advantage[kept].double(), self.num_actions[kept].double()
+        if not len(a):
+            return Moments()
+        mean = (n * a).sum() / n.sum()
+        return Moments(int(n.sum()), mean.item(), (n * (a - mean).square()).sum().item())
 
 
-def _require_bootstrap_values(samples: pa.Table, dropped: pa.Array) -> None:
-    cut = pc.and_not(samples["truncated"], samples["terminated"])
-    acts = pc.fill_null(pc.not_equal(dropped, Dropped.NO_ACTION), True)
-    missing = pc.and_(pc.and_(cut, acts), samples["bootstrap_value"].is_null())
-    _refuse(missing, samples, "is truncated but has no bootstrap_value; run score again")
+def _compare(staging: Staging, given: _Settings) -> _Compared:
+    """Each response's reward, the KL penalty included, against that of the other answers to its prompt."""
+    estimator = given.config.advantages.estimator
+    rewards, num_actions = [torch.zeros(0, dtype=torch.float64)], [torch.zeros(0, dtype=torch.int64)]
+    alone: list[Dropped | None] = []
+    prompts: list[str] = []
+    greedy: list[bool] = []
+    for samples in scored_samples(staging):
+        for part in _cut(samples):
+            rewarded = _rewarded(part, given)
+            rewards.append(rewarded.rows.sum(rewarded.reward))
+            num_actions.append(rewarded.masks.num_actions)
+        alone += samples["dropped"].to_pylist()
+        prompts += samples["prompt_id"].to_pylist()
+        greedy += samples["baseline"].to_pylist()
+    dropped = drop_reasons(alone, prompts, greedy, estimator)
+    reward, advantage = torch.cat(rewards), torch.zeros(len(dropped))
+    number = {prompt: k for k, prompt in enumerate(dict.fromkeys(prompts))}
+    kept = torch.tensor([reason is None for reason in dropped], dtype=torch.bool)
+    group = torch.tensor([number[prompt] for prompt in prompts], dtype=torch.int64)
+    if estimator is Estimator.REMAX:
+        greedy_reward = torch.zeros(len(number), dtype=torch.float64)
+        is_greedy = torch.tensor(greedy, dtype=torch.bool)
+        greedy_reward[group[is_greedy]] = reward[is_greedy]
+        advantage[kept] = remax(reward[kept], greedy_reward[group[kept]]).float()
+    elif kept.any():
+        advantage[kept] = _against_group(estimator, reward[kept], group[kept]).float()
+    return _Compared(dropped, advantage, torch.cat(num_actions))
 
 
-def _refuse(bad: pa.Array | pa.ChunkedArray, table: pa.Table, what: str) -> None:
-    """Raises StageError that names the first sample for which `bad` is true."""
-    if pc.any(bad).as_py():
-        sample = table["sample_id"][pc.index(bad, True).as_py()]
-        raise StageError(f"advantages: sample {sample} {what}")
+def _against_group(estimator: Estimator, reward: Tensor, group: Tensor) -> Tensor:
+    if estimator is Estimator.RLOO:
+        return leave_one_out(reward, group)
+    return group_relative(reward, group, divide_by_std=estimator is Estimator.GRPO)
 
 
 # The experience of some samples
+
+
+@dataclass(frozen=True)
+class _Rewarded:
+    """Masks, KL (k1) and reward of every token of some samples [N], and their outcomes [B], `known` where they have
+    one."""
+
+    rows: Rows
+    masks: Masks
+    old_logp: Tensor
+    sampled_kl: Tensor
+    known: Tensor
+    outcome: Outcome
+    reward: Tensor
+
+
+def _rewarded(samples: pa.Table, given: _Settings) -> _Rewarded:
+    """C1 to C3."""
+    config = given.config
+    rows = Rows(tensor(samples["response_len"]).long())
+    known = tensor(samples["outcome_raw"].is_valid())
+    old_logp, ref_logp = tokens(samples["learner_logp"]), tokens(samples["ref_logp"])
+    action, ends = tokens(samples["action_mask"]), (tensor(samples["terminated"]), tensor(samples["truncated"]))
+    masks = build_masks(rows, action, *ends, known)
+    limits = pa.array([FinishReason.LENGTH, FinishReason.CONTEXT])
+    outcome = shaped(
+        tensor(samples["outcome_raw"].fill_null(0.0)),
+        missing_eos=tensor(pc.is_in(samples["finish_reason"], limits)),
+        num_actions=masks.num_actions,
+        response_len=rows.lengths,
+        max_length=config.rollout.max_new_tokens,
+        over=given.outcomes,
+        settings=config.outcome,
+    )
+    sampled_kl = token_kl(old_logp, ref_logp, masks.action, KlEstimator.K1).kl
+    estimator = KlEstimator(config.advantages.kl_estimator)
+    kl = sampled_kl if estimator is KlEstimator.K1 else token_kl(old_logp, ref_logp, masks.action, estimator).kl
+    reward = shaped_rewards(rows, masks, kl, outcome.final, kl_coef=given.kl_coef)
+    return _Rewarded(rows, masks, old_logp, sampled_kl, known, outcome, reward)
 
 
 @dataclass(frozen=True)
@@ -255,80 +295,89 @@ class _Block:
         return self.columns.append_column("advantage", _ragged("advantage", advantage, self.rows))
 
 
-def _blocks(samples: pa.Table, settings: AdvantagesSection) -> Iterator[_Block]:
+def _cut(samples: pa.Table) -> Iterator[pa.Table]:
     """Runs of whole rows of about BLOCK_TOKENS tokens; one without rows where there are none."""
     lengths = samples["response_len"].to_numpy()
     before = lengths.cumsum(dtype=np.int64) - lengths
     cuts = np.flatnonzero(np.diff(before // BLOCK_TOKENS)) + 1
     for start, stop in itertools.pairwise([0, *cuts.tolist(), len(lengths)]):
-        yield _experience(samples[start:stop], settings)
+        yield samples[start:stop]
 
 
-def _experience(samples: pa.Table, settings: AdvantagesSection) -> _Block:
+def _blocks(samples: pa.Table, given: _Settings) -> Iterator[_Block]:
+    for part in _cut(samples):
+        yield _experience(part, given)
+
+
+def _experience(samples: pa.Table, given: _Settings) -> _Block:
     """Everything but the whitening, in the order of C1 to C4."""
-    rows = Rows(_tensor(samples["response_len"]).long())
-    terminated, truncated = _tensor(samples["terminated"]), _tensor(samples["truncated"])
-    known = _tensor(samples["outcome"].is_valid())
-    outcome = _tensor(samples["outcome"].fill_null(math.nan))
-    bootstrap_value = _tensor(samples["bootstrap_value"].fill_null(math.nan))
-    old_logp, value = _tokens(samples["learner_logp"]), _tokens(samples["value"])
-
-    masks = build_masks(rows, _tokens(samples["action_mask"]), terminated, truncated, known)
-    kl = token_kl(old_logp, _tokens(samples["ref_logp"]), masks.action, KlEstimator.K1).kl
-    reward = shaped_rewards(rows, masks, kl, outcome, kl_coef=settings.kl_coef)
-    advantage, returns = gae(rows, masks, reward, value, bootstrap_value, gamma=settings.gamma, lam=settings.lam)
+    settings = given.config.advantages
+    of = _rewarded(samples, given)
+    rows, masks, known = of.rows, of.masks, of.known
+    value, returns = None, None
+    if settings.estimator.has_critic:
+        value = tokens(samples["value"])
+        bootstrap_value = tensor(samples["bootstrap_value"].fill_null(math.nan))
+        advantage, returns = gae(rows, masks, of.reward, value, bootstrap_value, gamma=settings.gamma, lam=settings.lam)
+    elif settings.estimator.has_baseline:
+        advantage = torch.where(masks.action, rows.spread(tensor(samples["of_response"])), 0)
+    else:
+        advantage = reward_to_go(masks, of.reward, gamma=settings.gamma)
     raw_advantage = advantage.float()
 
     acts = masks.num_actions > 0
-    kept = _tensor(samples["dropped"].is_null())
+    kept = tensor(samples["dropped"].is_null())
     trained = masks.action & rows.spread(kept)
-    behavior_logp = _tokens(samples["behavior_logp"])
+    behavior_logp = tokens(samples["behavior_logp"])
     weight = kept.double()
     if settings.importance_cap is not None:
-        weight *= truncated_sequence_weights(rows, old_logp, behavior_logp, trained, cap=settings.importance_cap)
-    tokens = {
+        weight *= truncated_sequence_weights(rows, of.old_logp, behavior_logp, trained, cap=settings.importance_cap)
+    of_tokens = {
         "score_mask": masks.score,
         "action_mask": masks.action,
         "transition_mask": masks.transition,
         "value_mask": masks.value,
         "bootstrap_mask": masks.bootstrap,
         "continuation_mask": masks.continuation,
-        "old_logp": old_logp,
-        "sampled_kl": kl,
-        "shaped_reward": reward,
+        "old_logp": of.old_logp,
+        "sampled_kl": of.sampled_kl,
+        "shaped_reward": of.reward,
         "old_value": value,
         "raw_advantage": raw_advantage,
         "returns": returns,
     }
+    of_outcome = {**vars(of.outcome), "outcome": of.outcome.final}
+    names = {"scaled": "outcome_scaled"}
+    unscored = ~(known & acts).numpy()
     columns = {
         "sample_id": samples["sample_id"],
         "policy_version": samples["policy_version"],
+        "estimator": _constant(settings.estimator, len(acts)),
         "response_len": samples["response_len"],
         "score_index": pa.array(masks.score_index.int().numpy(), mask=~acts.numpy()),
-        "kl_coef_used": np.full(len(acts), settings.kl_coef, np.float32),
-        "outcome": pa.array(outcome.float().numpy(), mask=~(known & acts).numpy()),
-        "reward_sum": rows.sum(reward).float().numpy(),
-        "kl_sum": rows.sum(kl).float().numpy(),
+        "kl_coef_used": np.full(len(acts), given.kl_coef, np.float32),
+        "kl_estimator": _constant(settings.kl_estimator, len(acts)),
+        "outcome_raw": samples["outcome_raw"].cast(pa.float32()),
+        **{names.get(n, n): pa.array(x.float().numpy(), mask=unscored) for n, x in of_outcome.items()},
+        "reward_sum": rows.sum(of.reward).float().numpy(),
+        "kl_sum": rows.sum(of.sampled_kl).float().numpy(),
         "importance_weight": weight.float().numpy(),
         "dropped": samples["dropped"],
-        **{name: _ragged(name, x, rows) for name, x in tokens.items()},
+        **{name: _ragged(name, x, rows) for name, x in of_tokens.items()},
     }
-    gap = engine_gap(old_logp, behavior_logp, trained)
+    gap = engine_gap(of.old_logp, behavior_logp, trained)
     return _Block(pa.table(columns), rows, raw_advantage, trained, gap)
 
 
-def _tensor(column: pa.ChunkedArray) -> Tensor:
-    return torch.tensor(column.to_numpy())
+def _constant(value: str, rows: int) -> pa.Array:
+    return pa.repeat(pa.scalar(str(value)), rows)
 
 
-def _tokens(column: pa.ChunkedArray) -> Tensor:
-    """The values of a token column of all rows, flat."""
-    return _tensor(pc.list_flatten(column))
-
-
-def _ragged(name: str, x: Tensor, rows: Rows) -> pa.Array:
-    """A flat tensor as the token column that `experience` declares under that name."""
+def _ragged(name: str, x: Tensor | None, rows: Rows) -> pa.Array:
+    """A flat tensor as the token column that `experience` declares under that name; null in every row for None."""
     type = TABLE[name].type
+    if x is None:
+        return pa.nulls(len(rows.lengths), type)
     offsets = np.concatenate([[0], rows.lengths.cumsum(0).numpy()]).astype(np.int32)
     values = pa.array(x.numpy().astype(type.value_type.to_pandas_dtype(), copy=False))
     return pa.ListArray.from_arrays(offsets, values, type=type)

@@ -29,11 +29,12 @@ class _Ask:
     prompt_id: str
     group_index: int
     cap_reason: FinishReason
+    greedy: bool
 
 
 def rollout(at: At, prompts: Committed) -> Committed:
     """Commits `rollouts`: `rollout.samples_per_prompt` rows for each prompt that was not rejected, at the version that
-    the prompts were drawn for.
+    the prompts were drawn for; with `rollout.greedy_baseline` one more, in a shard of its own.
 
     Ids, seeds and log-probs follow from the run's seed, the iteration, a prompt's place in its table and the weights.
     """
@@ -55,14 +56,17 @@ def _rollout(staging: Staging) -> Result:
     dropped = Counter(reason for reason in drawn.column("rejected").to_pylist() if reason is not None)
     asks = _asks(staging, drawn, context_of(config))
     digest = held.policy_digest(staging.version)
-    facts: dict[str, Any] = {"weights_digest": digest}
-    responses: list[Response] = []
-    if asks:
-        engine = held.rollout_engine(staging.version)
-        sampling = Sampling(config.rollout.temperature, stop=config.rollout.stop)
-        facts |= {**engine.facts, **engine.sampling_facts(sampling)}
-        responses = _generate(engine, asks, sampling)
-    staging.write("rollouts", _columns(asks, responses, config.rollout), facts)
+    temperatures = [(config.rollout.temperature, False)] + [(0.0, True)] * config.rollout.greedy_baseline
+    for temperature, greedy in temperatures:
+        facts: dict[str, Any] = {"weights_digest": digest}
+        responses: list[Response] = []
+        of_shard = [ask for ask in asks if ask.greedy is greedy]
+        if of_shard:
+            engine = held.rollout_engine(staging.version)
+            sampling = Sampling(temperature, stop=config.rollout.stop)
+            facts |= {**engine.facts, **engine.sampling_facts(sampling)}
+            responses = _generate(engine, of_shard, sampling)
+        staging.write("rollouts", _columns(of_shard, responses, config.rollout), facts)
     return Result(drawn.num_rows - dropped.total(), dropped, facts={"weights_digest": digest})
 
 
@@ -75,14 +79,14 @@ def _asks(staging: Staging, drawn: pa.Table, context: int) -> list[_Ask]:
             continue
         room = context - len(row["prompt_token_ids"])
         cap_reason = FinishReason.CONTEXT if room < config.rollout.max_new_tokens else FinishReason.LENGTH
-        for k in range(config.rollout.samples_per_prompt):
+        for k in range(config.rollout.samples_per_prompt + config.rollout.greedy_baseline):
             request = Request(
                 sample_id=sample_id(iteration, position, k),
                 prompt_token_ids=row["prompt_token_ids"],
                 seed=derive_seed(config.run.seed, "rollout", iteration, position, k),
                 max_tokens=min(room, config.rollout.max_new_tokens),
             )
-            asks.append(_Ask(request, row["prompt_id"], k, cap_reason))
+            asks.append(_Ask(request, row["prompt_id"], k, cap_reason, greedy=k == config.rollout.samples_per_prompt))
     return asks
 
 
@@ -105,6 +109,7 @@ def _columns(asks: list[_Ask], responses: list[Response], section: RolloutSectio
             "sample_id": request.sample_id,
             "prompt_id": ask.prompt_id,
             "group_index": ask.group_index,
+            "baseline": ask.greedy,
             "policy_version": response.policy_version,
             "prompt_token_ids": request.prompt_token_ids,
             "response_token_ids": response.token_ids,

@@ -19,7 +19,7 @@ from tasks.engines.warm import Warm, warm
 from tasks.models.samples import resolve
 from tasks.models.sequences import Sequences, score_layout
 from tasks.models.weights import folder_digest
-from tasks.ppo.drops import drop_reason
+from tasks.ppo.drops import drop_reason, drop_reasons
 from tasks.progress import report
 from tasks.stage import At, Committed, Result, Staging, run_stage
 
@@ -38,6 +38,7 @@ def score(at: At, rollouts: Committed) -> Committed:
     A failed score is a row without a number, never a zero. A response that was aborted is not scored.
     """
     config, held, version = at.config, warm(at), rollouts.policy_version
+    critic = held.critic_digest(version)
     return run_stage(
         at,
         StageName.SCORE,
@@ -48,6 +49,7 @@ def score(at: At, rollouts: Committed) -> Committed:
             "temperature": config.rollout.temperature,
             "compute_dtype": config.models.compute_dtype,
             "layout": [config.train.minibatch_size, config.train.micro_batch_size, config.advantages.max_staleness],
+            "estimator": config.advantages.estimator,
         },
         version=version,
         inputs=[prompts_of(at, rollouts), rollouts],
@@ -55,7 +57,7 @@ def score(at: At, rollouts: Committed) -> Committed:
             **reward_digests(config),
             "learner": held.policy_digest(version),
             "reference": held.reference_digest,
-            "critic": held.critic_digest(version),
+            **({} if critic is None else {"critic": critic}),
         },
     )
 
@@ -79,18 +81,19 @@ def reward_digests(config: Config) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Forwards:
-    """By row, in the order of the rollouts; `bootstrap_value` [B] is the value after the last token."""
+    """By row, in the order of the rollouts; `bootstrap_value` [B] is the value after the last token. Values are None
+    without a critic."""
 
     learner_logp: list[np.ndarray]
     ref_logp: list[np.ndarray]
-    value: list[np.ndarray]
-    bootstrap_value: np.ndarray
+    value: list[np.ndarray] | None
+    bootstrap_value: np.ndarray | None
 
 
 def _score(staging: Staging, held: Warm) -> Result:
     rollouts = staging.read("rollouts")
     if rollouts.num_rows == 0:
-        _write(staging, held, rollouts, {}, _Forwards([], [], [], np.empty(0, np.float32)))
+        _write(staging, held, rollouts, {}, _Forwards([], [], None, None))
         return Result(rows_used=0)
     scorers = held.reward_scorers()
     functions = [s for s in scorers if s.source.kind is RewardKind.FUNCTION]
@@ -140,18 +143,23 @@ def _by_sample(scorer: RewardScorer, items: list[Item]) -> Scores:
 def _dropped(rollouts: pa.Table, scores: list[Scores], staging: Staging) -> list[bool]:
     """Which rows training will leave out, as far as these scores tell."""
     failed = {sample for of in scores for sample, score in of.items() if score.status is not RewardStatus.OK}
-    max_staleness = staging.config.advantages.max_staleness
-    columns = (rollouts[name].to_pylist() for name in ("sample_id", "action_mask", "policy_version"))
-    return [
+    settings = staging.config.advantages
+    names = ("sample_id", "action_mask", "policy_version", "finish_reason")
+    alone = [
         drop_reason(
             num_actions=sum(action_mask),
             reward_failed=sample in failed,
             staleness=staging.version - policy_version,
-            max_staleness=max_staleness,
+            max_staleness=settings.max_staleness,
+            has_outcome=finish_reason != FinishReason.ABORT,
+            estimator=settings.estimator,
         )
-        is not None
-        for sample, action_mask, policy_version in zip(*columns, strict=True)
+        for sample, action_mask, policy_version, finish_reason in zip(
+            *(rollouts[name].to_pylist() for name in names), strict=True
+        )
     ]
+    prompts, greedy = (rollouts[name].to_pylist() for name in ("prompt_id", "baseline"))
+    return [reason is not None for reason in drop_reasons(alone, prompts, greedy, settings.estimator)]
 
 
 def _run_forwards(rollouts: pa.Table, dropped: list[bool], staging: Staging, held: Warm) -> _Forwards:
@@ -161,7 +169,7 @@ def _run_forwards(rollouts: pa.Table, dropped: list[bool], staging: Staging, hel
     learner = held.learner(staging.version)
     learner_logp = learner.logp(sequences, layout)
     report(StageName.SCORE, rollouts.num_rows // 3, rollouts.num_rows, "learner")
-    value, bootstrap_value = learner.values(sequences, layout)
+    value, bootstrap_value = learner.values(sequences, layout) if learner.critic is not None else (None, None)
     report(StageName.SCORE, 2 * rollouts.num_rows // 3, rollouts.num_rows, "critic")
     ref_logp = held.reference().logp(sequences, layout)
     report(StageName.SCORE, rollouts.num_rows, rollouts.num_rows, "reference")
@@ -170,6 +178,7 @@ def _run_forwards(rollouts: pa.Table, dropped: list[bool], staging: Staging, hel
 
 def _write(staging: Staging, held: Warm, rollouts: pa.Table, scores: dict[str, Scores], forwards: _Forwards) -> None:
     samples = rollouts["sample_id"].to_pylist()
+    nothing = [None] * len(samples)
     rows = [
         (sample, source, scores[source.name].get(sample, NOT_SCORED))
         for sample in samples
@@ -197,8 +206,10 @@ def _write(staging: Staging, held: Warm, rollouts: pa.Table, scores: dict[str, S
             "policy_version": rollouts["policy_version"],
             "learner_logp": forwards.learner_logp,
             "ref_logp": forwards.ref_logp,
-            "value": forwards.value,
-            "bootstrap_value": pa.array(forwards.bootstrap_value, mask=~rollouts["truncated"].to_numpy()),
+            "value": nothing if forwards.value is None else forwards.value,
+            "bootstrap_value": nothing
+            if forwards.bootstrap_value is None
+            else pa.array(forwards.bootstrap_value, mask=~rollouts["truncated"].to_numpy()),
             "learner_digest": [held.policy_digest(staging.version)] * len(samples),
             "ref_digest": [held.reference_digest] * len(samples),
             "critic_digest": [held.critic_digest(staging.version)] * len(samples),

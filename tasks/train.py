@@ -4,6 +4,7 @@ from collections import Counter
 from typing import Any
 
 from schemas.manifest import StageName
+from tasks.carried import KL_CONTROL, observed_kl
 from tasks.engines.learner import Learner
 from tasks.engines.warm import warm
 from tasks.models.state import prune
@@ -21,6 +22,8 @@ def train(at: At, rollouts: Committed, experience: Committed) -> Committed:
         "train": config.train.model_dump(mode="json"),
         "models": config.models.model_dump(mode="json"),
         "temperature": config.rollout.temperature,
+        "advantages": config.advantages.model_dump(mode="json", include={"estimator", "whiten", *KL_CONTROL}),
+        "outcome": config.outcome.model_dump(mode="json", include={"clip", "clip_at"}),
     }
     return run_stage(
         at,
@@ -38,7 +41,8 @@ def _update(staging: Staging) -> Result:
     experience = staging.read("experience")
     dropped = Counter(reason for reason in experience.column("dropped").to_pylist() if reason is not None)
     learner = held.learner(staging.version)
-    parent = learner.actor_digest()
+    parent, settings = learner.actor_digest(), staging.config.advantages
+    before = learner.carried.kl_coef_under(settings)
     try:
         update = learner.update(staging.read("rollouts"), experience, staging.config, at.iteration)
     except BaseException:
@@ -52,6 +56,15 @@ def _update(staging: Staging) -> Result:
         "critic_digest": learner.critic_digest(),
         "value_head_digest": learner.value_head_digest,
         "applied_steps": update.applied,
+        "kl": {
+            "controller": settings.kl_controller,
+            "reduction": settings.kl_reduction,
+            "target": settings.kl_target,
+            "observed": observed_kl(experience, settings),
+            "coef_before": before,
+            "coef_after": learner.carried.kl_coef_under(settings),
+        },
+        "carried": learner.carried.facts(),
     }
     if staging.version == 0:
         facts["parent_digest"] = parent

@@ -176,6 +176,7 @@ def _write_iteration(at: At, config: Config, point: Point, vocabulary: int) -> N
             "sample_id": samples,
             "prompt_id": [prompt for prompt in prompt_ids for _ in range(answers)],
             "group_index": [*range(answers)] * num_prompts,
+            "baseline": [False] * answers * num_prompts,
             "policy_version": np.full(rows, version, np.int32),
             "prompt_token_ids": np.repeat(prompt_tokens, answers, axis=0).tolist(),
             "response_token_ids": _ragged(ids, ends),

@@ -4,7 +4,7 @@ import json
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,9 @@ from schemas import token_updates, updates
 from schemas.columns import Table
 from schemas.config import Config, TrainSection
 from schemas.manifest import StageName
+from tasks.carried import Carried
 from tasks.engines.zero import ZeroEngine
+from tasks.lake.storage import LakeError
 from tasks.models import state
 from tasks.models.loading import (
     Critic,
@@ -39,6 +41,7 @@ from tasks.models.weights import tensors_digest
 from tasks.ppo.kl import KlEstimator
 from tasks.ppo.losses import clipped_policy_loss, loss_denominator, reduce_loss, value_loss
 from tasks.ppo.metrics import approx_kl, explained_variance, masked_mean, ratio_metrics
+from tasks.ppo.whitening import moments, whiten
 from tasks.progress import report
 
 APPROX_KL = KlEstimator.K3
@@ -59,21 +62,34 @@ class Update:
 
 @dataclass(frozen=True)
 class _Experience:
-    """The columns of `experience` that the losses read, one array a row, in the order of the rollouts."""
+    """The columns of `experience` that the losses read, one array a row, in the order of the rollouts.
+
+    `old_value` and `returns` are there for a critic alone.
+    """
 
     action_mask: list[np.ndarray]
     value_mask: list[np.ndarray]
     old_logp: list[np.ndarray]
-    old_value: list[np.ndarray]
     advantage: list[np.ndarray]
-    returns: list[np.ndarray]
     importance_weight: list[float]
+    old_value: list[np.ndarray] = field(default_factory=list)
+    returns: list[np.ndarray] = field(default_factory=list)
 
     @classmethod
-    def from_table(cls, experience: pa.Table) -> "_Experience":
-        names = ("action_mask", "value_mask", "old_logp", "old_value", "advantage", "returns")
+    def from_table(cls, experience: pa.Table, has_critic: bool) -> "_Experience":
+        names = ["action_mask", "value_mask", "old_logp", "advantage"]
+        names += ["old_value", "returns"] if has_critic else []
         columns = {name: ragged(experience, name) for name in names}
         return cls(**columns, importance_weight=experience.column("importance_weight").to_pylist())
+
+    def whitened(self, rows: Sequence[int]) -> "_Experience":
+        """The same with the advantages of these rows whitened over their own actions."""
+        raw, mask = self.tokens("advantage", rows), self.tokens("action_mask", rows)
+        white = whiten(raw, mask, moments(raw, mask)).float().cpu().numpy()
+        advantage = list(self.advantage)
+        for i, of_row in zip(rows, np.split(white, np.cumsum([len(advantage[i]) for i in rows])[:-1]), strict=True):
+            advantage[i] = of_row
+        return replace(self, advantage=advantage)
 
     def tokens(self, name: str, rows: Sequence[int]) -> Tensor:
         """One column of the given rows, concatenated: [N]."""
@@ -87,20 +103,28 @@ class _Seen:
     rows: Batch
     new_logp: Tensor
     entropy: Tensor
-    value: Tensor
     ratio: Tensor
     clipped: Tensor
-    value_clipped: Tensor
     policy_loss: float
-    value_loss: float
+    critic: "_SeenCritic | None"
 
     @property
     def finite(self) -> bool:
-        return math.isfinite(self.policy_loss) and math.isfinite(self.value_loss)
+        return math.isfinite(self.policy_loss) and (self.critic is None or math.isfinite(self.critic.loss))
+
+
+@dataclass
+class _SeenCritic:
+    """The critic's part of it; `value` and `clipped` [N]."""
+
+    value: Tensor
+    clipped: Tensor
+    loss: float
 
 
 class Learner:
-    """Actor and critic of one policy version, warm. `update` moves it to the next one.
+    """Actor and critic of one policy version, warm; no critic where the advantage estimator has none. `update` moves it
+    to the next one.
 
     If `update` raises, the weights belong to no version: close the learner and restore another.
     """
@@ -109,31 +133,36 @@ class Learner:
         self,
         config: Config,
         policy: Policy,
-        critic: Critic,
+        critic: Critic | None,
         *,
         version: int = 0,
         actor_steps: int = 0,
         critic_steps: int = 0,
-        value_head_digest: str,
+        value_head_digest: str | None,
+        carried: Carried,
     ) -> None:
         if config.train.gradient_checkpointing:
             _checkpoint(policy.model)
-            _checkpoint(critic.backbone)
+            if critic is not None:
+                _checkpoint(critic.backbone)
         self.config = config
         self.policy = policy
         self.critic = critic
         self.version = version
         self.value_head_digest = value_head_digest
+        self.carried = carried
         self._actor_engine = ZeroEngine(policy, config.train, actor_steps)
-        self._critic_engine = ZeroEngine(critic, config.train, critic_steps)
+        self._critic_engine = None if critic is None else ZeroEngine(critic, config.train, critic_steps)
         self._digests: dict[str, str] = {}
 
     @classmethod
     def initial(cls, config: Config) -> "Learner":
         """Version 0: the configured policy, and the configured critic or a fresh one."""
         policy = Policy(load_causal_lm(resolve(config.models.policy)), config, vocab_size(config))
+        if not config.advantages.estimator.has_critic:
+            return cls(config, policy, None, value_head_digest=None, carried=Carried.initial(config))
         critic = initial_critic(config)
-        return cls(config, policy, critic, value_head_digest=head_digest(critic))
+        return cls(config, policy, critic, value_head_digest=head_digest(critic), carried=Carried.initial(config))
 
     # Forwards
 
@@ -149,8 +178,10 @@ class Learner:
     def values(self, sequences: Sequences, layout: list[RowIndices]) -> tuple[list[np.ndarray], np.ndarray]:
         """V[t] of every response token of every row (convention C1), and of each row the value after its last token.
 
-        float32, in row order.
+        float32, in row order. Only for a learner with a critic.
         """
+        assert self.critic is not None
+        assert self._critic_engine is not None
         values: list[np.ndarray] = [np.empty(0, np.float32)] * len(sequences)
         after = np.zeros(len(sequences), np.float32)
         with autocast(self.critic.dtype):
@@ -172,7 +203,7 @@ class Learner:
         Stops before the first step whose approximate KL passes `train.target_kl`. A minibatch whose loss or gradient is
         not finite is skipped: weights and moments stay as they are. The version rises where a step was applied.
         """
-        sequences, data, kept, sample_ids = _join(rollouts, experience)
+        sequences, data, kept, sample_ids = _join(rollouts, experience, self.critic is not None)
         train = config.train
         result = Update(token_updates=_no_rows(token_updates.TABLE) if train.record_tokens else None)
         done, total = 0, len(kept) * train.epochs
@@ -190,8 +221,9 @@ class Learner:
                     "minibatch": minibatch,
                     "sample_ids": [sample_ids[i] for i in rows],
                 }
-                seen = self._accumulate(sequences, data, micros, train)
-                row |= _metrics(seen, data, rows, train)
+                own = data.whitened(rows) if config.advantages.whiten == "minibatch" else data
+                seen = self._accumulate(sequences, own, micros, train)
+                row |= _metrics(seen, own, rows, train)
                 row |= self._apply(seen, row["approx_kl"], train)
                 result.applied += row["applied"]
                 row["seconds"] = time.perf_counter() - started
@@ -204,12 +236,13 @@ class Learner:
                 report(StageName.TRAIN, done, total, f"{row['tokens'] / row['seconds']:.0f} tokens/s")
                 step += 1
                 if row["stopped_early"]:
-                    return self._advance(result)
-        return self._advance(result)
+                    return self._advance(result, experience, config)
+        return self._advance(result, experience, config)
 
-    def _advance(self, result: Update) -> Update:
+    def _advance(self, result: Update, experience: pa.Table, config: Config) -> Update:
         if result.applied:
             self.version += 1
+            self.carried = self.carried.after(experience, config)
             self._digests.clear()
         return result
 
@@ -242,9 +275,7 @@ class Learner:
     ) -> _Seen:
         """Forward and backward of one micro-batch. Losses work on padded [B, T], what is recorded on flat [N]."""
         flat = micro.mask_BT
-        column = {
-            n: micro.padded(data.tokens(n, micro.rows)) for n in ("old_logp", "advantage", "old_value", "returns")
-        }
+        column = {n: micro.padded(data.tokens(n, micro.rows)) for n in ("old_logp", "advantage")}
         weight = torch.tensor([data.importance_weight[i] for i in micro.rows], device=flat.device)[:, None]
 
         new_logp, entropy = self._actor_engine(micro.input_ids_BL, micro.score_at_N, micro.targets_N)
@@ -263,31 +294,36 @@ class Learner:
             loss, ratio, clipped = _poisoned(new_logp)
         self._actor_engine.backward(loss, last)
 
-        value = self._critic_engine(micro.input_ids_BL, micro.score_at_N)
-        if value.isfinite().all():
-            of_value = value_loss(
-                micro.padded(value), column["old_value"], column["returns"], value_mask, value_clip=train.value_clip
-            )
-            critic_loss = reduce_loss(of_value.loss, value_mask, values, train.loss_reduction)
-            value_clipped = of_value.clipped[flat]
-        else:
-            critic_loss, _, value_clipped = _poisoned(value)
-        self._critic_engine.backward(critic_loss, last)
         return _Seen(
             micro,
             new_logp.detach(),
             entropy,
-            value.detach(),
             ratio,
             clipped,
-            value_clipped,
             loss.item(),
-            critic_loss.item(),
+            None
+            if self._critic_engine is None
+            else self._critic_backward(micro, data, value_mask, values, train, last),
         )
 
+    def _critic_backward(
+        self, micro: Batch, data: _Experience, value_mask: Tensor, values: int, train: TrainSection, last: bool
+    ) -> _SeenCritic:
+        assert self._critic_engine is not None
+        old_value, returns = (micro.padded(data.tokens(n, micro.rows)) for n in ("old_value", "returns"))
+        value = self._critic_engine(micro.input_ids_BL, micro.score_at_N)
+        if value.isfinite().all():
+            of_value = value_loss(micro.padded(value), old_value, returns, value_mask, value_clip=train.value_clip)
+            loss = reduce_loss(of_value.loss, value_mask, values, train.loss_reduction)
+            clipped = of_value.clipped[micro.mask_BT]
+        else:
+            loss, _, clipped = _poisoned(value)
+        self._critic_engine.backward(loss, last)
+        return _SeenCritic(value.detach(), clipped, loss.item())
+
     def _apply(self, seen: list[_Seen], kl: float | None, train: TrainSection) -> dict[str, Any]:
-        """Steps both models, or neither: past the target KL, or where a number is not finite."""
-        engines = self._actor_engine, self._critic_engine
+        """Steps all models, or none: past the target KL, or where a number is not finite."""
+        engines = [self._actor_engine, *([self._critic_engine] if self._critic_engine is not None else [])]
         norms = [engine.grad_norm() for engine in engines]
         skipped = not all(map(math.isfinite, norms)) or not all(s.finite for s in seen)
         stopped = not skipped and train.target_kl is not None and kl is not None and kl > train.target_kl
@@ -295,16 +331,17 @@ class Learner:
         warmup = min(1.0, (self._actor_engine.steps + 1) / train.warmup_steps) if train.warmup_steps else 1.0
         rates = [train.actor_lr * warmup, train.critic_lr * warmup]
         clips = [train.actor_grad_clip, train.critic_grad_clip]
-        for engine, norm, rate, clip in zip(engines, norms, rates, clips, strict=True):
+        for engine, norm, rate, clip in zip(engines, norms, rates, clips, strict=False):
             if applied:
                 engine.step(rate, norm, clip)
             else:
                 engine.discard()
+        has_critic = self._critic_engine is not None
         return {
             "actor_grad_norm": _finite(norms[0]),
-            "critic_grad_norm": _finite(norms[1]),
+            "critic_grad_norm": _finite(norms[1]) if has_critic else None,
             "actor_lr": rates[0] if applied else None,
-            "critic_lr": rates[1] if applied else None,
+            "critic_lr": rates[1] if applied and has_critic else None,
             "skipped": skipped,
             "stopped_early": stopped,
             "applied": applied,
@@ -322,8 +359,10 @@ class Learner:
             self._digests["actor"] = tensors_digest(self._actor_engine.named_tensors(self.policy.model))
         return self._digests["actor"]
 
-    def critic_digest(self) -> str:
-        """The digest of the critic's weights, its head included."""
+    def critic_digest(self) -> str | None:
+        """The digest of the critic's weights, its head included; None without a critic."""
+        if self.critic is None or self._critic_engine is None:
+            return None
         if "critic" not in self._digests:
             self._digests["critic"] = tensors_digest(self._critic_engine.named_tensors(self.critic))
         return self._digests["critic"]
@@ -337,12 +376,16 @@ class Learner:
                 model.config.save_pretrained(staged / name)
                 _save(staged / name / "model.safetensors", engine.named_tensors(model))
                 _save(staged / f"{name}_adam.safetensors", engine.moments())
-            _save(staged / "critic_head.safetensors", self._critic_engine.named_tensors(self.critic.head))
+            critic_steps = 0
+            if self.critic is not None and self._critic_engine is not None:
+                _save(staged / "critic_head.safetensors", self._critic_engine.named_tensors(self.critic.head))
+                critic_steps = self._critic_engine.steps
             record = {
                 "version": self.version,
                 "actor_steps": self._actor_engine.steps,
-                "critic_steps": self._critic_engine.steps,
+                "critic_steps": critic_steps,
                 "value_head_digest": self.value_head_digest,
+                "carried": self.carried.facts(),
                 "actor_digest": self.actor_digest(),
                 "critic_digest": self.critic_digest(),
             }
@@ -350,42 +393,65 @@ class Learner:
 
     @classmethod
     def load(cls, config: Config, folder: Path) -> "Learner":
-        """The learner that was saved: its next update gives the same bits. Raises LakeError for a damaged state."""
+        """The learner that was saved: its next update gives the same bits.
+
+        Raises LakeError for a damaged state, or one without the critic that the configuration asks for.
+        """
         state.verify(folder)
         record = json.loads((folder / "state.json").read_text())
-        head = load_file(folder / "critic_head.safetensors")
         learner = cls(
             config,
             Policy(load_causal_lm(folder / "actor"), config, vocab_size(config)),
-            Critic(load_backbone(folder / "critic"), linear_head(head["weight"], head.get("bias")), config),
+            _saved_critic(config, folder) if config.advantages.estimator.has_critic else None,
             version=record["version"],
             actor_steps=record["actor_steps"],
             critic_steps=record["critic_steps"],
             value_head_digest=record["value_head_digest"],
+            carried=Carried.from_facts(record["carried"]),
         )
         for name, engine, _ in learner._parts():
             engine.restore_moments(load_file(folder / f"{name}_adam.safetensors"))
         return learner
 
     def _parts(self) -> list[tuple[str, ZeroEngine, Any]]:
-        return [
-            ("actor", self._actor_engine, self.policy.model),
-            ("critic", self._critic_engine, self.critic.backbone),
-        ]
+        parts: list[tuple[str, ZeroEngine, Any]] = [("actor", self._actor_engine, self.policy.model)]
+        if self.critic is not None and self._critic_engine is not None:
+            parts.append(("critic", self._critic_engine, self.critic.backbone))
+        return parts
 
     def close(self) -> None:
         """Frees the engines; the learner can't be used any more."""
-        self._actor_engine.close()
-        self._critic_engine.close()
+        for _, engine, _ in self._parts():
+            engine.close()
 
 
-def _join(rollouts: pa.Table, experience: pa.Table) -> tuple[Sequences, _Experience, list[int], list[str]]:
-    """Rows of both tables side by side, in the order of the experience, and the indices of those not dropped."""
+def _saved_critic(config: Config, folder: Path) -> Critic:
+    if not (folder / "critic").exists():
+        raise LakeError(
+            f"{folder} was trained without a critic, but advantages.estimator = {config.advantages.estimator} needs "
+            f"one; go on with the estimator that the run had, or start another run (--run NAME)"
+        )
+    head = load_file(folder / "critic_head.safetensors")
+    return Critic(load_backbone(folder / "critic"), linear_head(head["weight"], head.get("bias")), config)
+
+
+def _join(
+    rollouts: pa.Table, experience: pa.Table, has_critic: bool
+) -> tuple[Sequences, _Experience, list[int], list[str]]:
+    """Rows of both tables side by side, in the order of the experience, and the indices of those not dropped.
+
+    Raises LakeError where a critic should learn from an experience without values.
+    """
+    if has_critic and experience.column("returns").null_count:
+        raise LakeError(
+            "the experience was made by an advantage estimator without a critic, so it can't train one; go on with the "
+            "estimator that the run had, or start another run (--run NAME)"
+        )
     at = {sample_id: i for i, sample_id in enumerate(rollouts.column("sample_id").to_pylist())}
     sample_ids = experience.column("sample_id").to_pylist()
     rollouts = rollouts.take(pa.array([at[s] for s in sample_ids], pa.int64()))
     kept = [i for i, dropped in enumerate(experience.column("dropped").to_pylist()) if dropped is None]
-    return Sequences.from_table(rollouts), _Experience.from_table(experience), kept, sample_ids
+    return Sequences.from_table(rollouts), _Experience.from_table(experience, has_critic), kept, sample_ids
 
 
 def _poisoned(output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -395,31 +461,42 @@ def _poisoned(output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _metrics(seen: list[_Seen], data: _Experience, rows: list[int], train: TrainSection) -> dict[str, Any]:
     """The health metrics of a step over all its tokens; None where the forwards gave no finite number."""
-    action, values = data.tokens("action_mask", rows), data.tokens("value_mask", rows)
-    ok = all(bool(s.new_logp.isfinite().all() and s.value.isfinite().all()) for s in seen)
-    new_logp, entropy, value = (torch.cat([getattr(s, n) for s in seen]) for n in ("new_logp", "entropy", "value"))
-    old_logp, advantage, returns = (data.tokens(n, rows) for n in ("old_logp", "advantage", "returns"))
-    nothing = torch.zeros_like(action)
-    action, values = (action, values) if ok else (nothing, nothing)
+    action = data.tokens("action_mask", rows)
+    ok = all(bool(s.new_logp.isfinite().all() and (s.critic is None or s.critic.value.isfinite().all())) for s in seen)
+    new_logp, entropy = (torch.cat([getattr(s, n) for s in seen]) for n in ("new_logp", "entropy"))
+    old_logp, advantage = (data.tokens(n, rows) for n in ("old_logp", "advantage"))
+    acted = action if ok else torch.zeros_like(action)
     return {
-        "tokens": int(data.tokens("action_mask", rows).sum()),
+        "tokens": int(action.sum()),
         "policy_loss": _finite(sum(s.policy_loss for s in seen)),
-        "value_loss": _finite(sum(s.value_loss for s in seen)),
-        "entropy": masked_mean(entropy, action),
-        **vars(ratio_metrics(new_logp, old_logp, advantage, action, clip_low=train.clip, clip_high=train.clip)),
-        "value_clip_fraction": masked_mean(torch.cat([s.value_clipped for s in seen]), values),
-        "approx_kl": approx_kl(new_logp, old_logp, action, APPROX_KL),
+        "entropy": masked_mean(entropy, acted),
+        **vars(ratio_metrics(new_logp, old_logp, advantage, acted, clip_low=train.clip, clip_high=train.clip)),
+        "approx_kl": approx_kl(new_logp, old_logp, acted, APPROX_KL),
         "approx_kl_estimator": APPROX_KL,
-        **vars(explained_variance(value, returns, values)),
+        **_critic_metrics([s.critic for s in seen if s.critic is not None], data, rows, ok),
+    }
+
+
+def _critic_metrics(seen: list[_SeenCritic], data: _Experience, rows: list[int], ok: bool) -> dict[str, float | None]:
+    """The critic's metrics of a step; all None without a critic."""
+    if not seen:
+        return dict.fromkeys(("value_loss", "value_clip_fraction", "explained_variance", "return_variance"))
+    mask = data.tokens("value_mask", rows)
+    mask = mask if ok else torch.zeros_like(mask)
+    return {
+        "value_loss": _finite(sum(s.loss for s in seen)),
+        "value_clip_fraction": masked_mean(torch.cat([s.clipped for s in seen]), mask),
+        **vars(explained_variance(torch.cat([s.value for s in seen]), data.tokens("returns", rows), mask)),
     }
 
 
 def _token_rows(seen: list[_Seen], step: int, sample_ids: list[str]) -> Iterator[dict[str, Any]]:
-    names = ("new_logp", "ratio", "clipped", "entropy", "value")
+    names = ("new_logp", "ratio", "clipped", "entropy")
     for micro in seen:
-        columns = [micro.rows.split(getattr(micro, name)) for name in names]
-        for row, *values in zip(micro.rows.rows, *columns, strict=True):
-            yield {"step": step, "sample_id": sample_ids[row], **dict(zip(names, values, strict=True))}
+        columns: dict[str, Sequence[Any]] = {name: micro.rows.split(getattr(micro, name)) for name in names}
+        columns["value"] = micro.rows.split(micro.critic.value) if micro.critic else [None] * len(micro.rows.rows)
+        for index, row in enumerate(micro.rows.rows):
+            yield {"step": step, "sample_id": sample_ids[row], **{n: values[index] for n, values in columns.items()}}
 
 
 def _append(columns: dict[str, list[Any]], row: dict[str, Any]) -> None:

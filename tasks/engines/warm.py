@@ -73,8 +73,10 @@ class Warm:
         """The weights digest of the actor of a version, as it was trained."""
         return self.initial_digest if version == 0 else str(self._trained(version).facts["actor_digest"])
 
-    def critic_digest(self, version: int) -> str:
-        """The weights digest of the critic of a version; at version 0 what it starts from."""
+    def critic_digest(self, version: int) -> str | None:
+        """The weights digest of the critic of a version; at version 0 what it starts from. None without a critic."""
+        if not self.config.advantages.estimator.has_critic:
+            return None
         return self.critic_source_digest if version == 0 else str(self._trained(version).facts["critic_digest"])
 
     def _trained(self, version: int) -> Manifest:
@@ -130,7 +132,8 @@ class Warm:
                 self.run.config_at(k),
                 k,
             )
-            if learner.actor_digest() != manifest.facts["actor_digest"]:
+            rebuilt = learner.actor_digest(), learner.carried.facts()
+            if rebuilt != (manifest.facts["actor_digest"], manifest.facts["carried"]):
                 raise StageError(
                     f"rebuilding policy version {manifest.policy_version_out} of run {self.run.run_id} gave other "
                     f"weights than were recorded; this machine or its packages differ from those that trained it "

@@ -27,6 +27,11 @@ def normalized(outcome: Tensor, over: Moments, *, subtract_mean: bool) -> Tensor
     return (kept - over.mean if subtract_mean else kept) / over.std
 
 
+def clipped(outcome: Tensor, bound: float) -> Tensor:
+    """The outcome within +-bound, of its own type. Raises NonFinite for an outcome that is NaN or infinite."""
+    return valid("outcome", outcome, torch.ones_like(outcome, dtype=torch.bool)).clamp(-bound, bound)
+
+
 def missing_eos_outcome(outcome: Tensor, truncated: Tensor, *, penalty: float, mode: MissingEos) -> Tensor:
     """The outcome where a response ended, penalised as `mode` says where it was `truncated` (boolean [B])."""
     penalised = outcome - penalty if mode is MissingEos.SUBTRACT else torch.full_like(outcome, -penalty)

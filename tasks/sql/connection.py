@@ -22,7 +22,7 @@ from tasks.sql.snapshot import Snapshot, take
 MEMORY_LIMIT = "2GB"
 """What DuckDB may hold; a larger query spills to the temporary folder. Half of a small machine."""
 
-VIEWS = ("configs", "tokens", "heldout", "iterations", "signals")
+VIEWS = ("configs", "tokens", "heldout", "iterations", "health", "signals")
 """Views written in SQL, each after those it reads."""
 
 

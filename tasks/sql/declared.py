@@ -33,12 +33,18 @@ def _row_keys(table: Table) -> str:
 def _list_lengths(table: Table) -> str:
     """(run_id, iteration, table_name, subject, column_name, length, expected), a row for each token column."""
     expected = "response_len" if "response_len" in table.arrow.names else f"len({table.token_columns[0]})"
-    lengths = ", ".join(f"{{'column_name': '{c}', 'length': len({c})}}" for c in table.token_columns)
+    lengths = ", ".join(
+        f"{{'column_name': '{c}', 'length': {_length(table, c, expected)}}}" for c in table.token_columns
+    )
     return (
         f"SELECT run_id, iteration, '{table.name}' AS table_name, subject, found.column_name, found.length, expected "
         f"FROM (SELECT run_id, iteration, {_subject(table)} AS subject, {expected} AS expected, "
         f"unnest([{lengths}]) AS found FROM {table.name})"
     )
+
+
+def _length(table: Table, column: str, expected: str) -> str:
+    return f"coalesce(len({column}), {expected})" if table[column].nullable else f"len({column})"
 
 
 def _nonfinite(table: Table) -> str:

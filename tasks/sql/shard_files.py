@@ -58,8 +58,11 @@ def inspect(snapshot: Snapshot) -> pa.Table:
 
 
 def unreadable(files: pa.Table) -> set[tuple[str, int]]:
-    """The (run_id, iteration) of which a listed shard can't be read as what it should be."""
-    broken = files.filter(pc.or_(pc.is_valid(files["problem"]), pc.is_valid(files["schema_problem"])))
+    """The (run_id, iteration) of which a listed shard can't be read as what it should be: DuckDB may stumble over bytes
+    that pyarrow still reads."""
+    unfit = pc.or_(pc.is_valid(files["problem"]), pc.is_valid(files["schema_problem"]))
+    other = pc.fill_null(pc.not_equal(files["sha256_found"], files["sha256_listed"]), False)
+    broken = files.filter(pc.or_(unfit, other))
     return set(zip(broken["run_id"].to_pylist(), broken["iteration"].to_pylist(), strict=True))
 
 

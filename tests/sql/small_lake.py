@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from schemas import TABLES
@@ -15,6 +16,7 @@ from schemas.config import Config, parse
 from schemas.ids import sample_id
 from schemas.manifest import Manifest, StageName
 from tasks.advantages import advantages
+from tasks.carried import Carried, observed_kl
 from tasks.lake.digest import content_digest
 from tasks.lake.runs import Run, RunRecord
 from tasks.stage import At, Committed, Result, run_stage
@@ -32,7 +34,8 @@ ANSWERS = {
 }
 
 
-def config_of() -> Config:
+def config_of(**changes: Any) -> Config:
+    """`config_of(advantages={"estimator": "rloo"})` changes keys of a section; None removes one."""
     raw: dict[str, Any] = {
         "run": {"id": RUN_ID, "seed": 7, "iterations": ITERATIONS},
         "models": {"policy": "sample:tiny-llama"},
@@ -46,11 +49,13 @@ def config_of() -> Config:
         "train": {"minibatch_size": 3, "epochs": 2},
         "evaluate": {"source": "heldout.jsonl"},
     }
+    for section, keys in changes.items():
+        raw[section] = {k: v for k, v in (raw.get(section, {}) | keys).items() if v is not None}
     return parse(raw, "the test's configuration")
 
 
-def write_lake(lake: Path, run_id: str = RUN_ID) -> None:
-    Run(lake, run_id).write_record(RunRecord(config=config_of(), digests={}), 0)
+def write_lake(lake: Path, run_id: str = RUN_ID, **changes: Any) -> None:
+    Run(lake, run_id).write_record(RunRecord(config=config_of(**changes), digests={}), 0)
     for iteration in range(ITERATIONS):
         _write_iteration(At(str(lake), run_id, iteration))
 
@@ -61,6 +66,9 @@ def _write_iteration(at: At) -> None:
     prompt_ids = [f"p-{at.iteration:03d}{row:03d}" for row in range(4)]
     prompt_tokens = [[1, 10 + row, 20] for row in range(4)]
     answers = [(row, k, *answer) for row, pair in ANSWERS.items() for k, answer in enumerate(pair)]
+    greedy = at.config.rollout.greedy_baseline
+    answers += [(row, len(pair), "stop", [1, 1]) for row, pair in ANSWERS.items() if greedy]
+    has_critic = at.config.advantages.estimator.has_critic
     samples = [sample_id(at.iteration, row, k) for row, k, _, _ in answers]
     masks = [[bool(m) for m in mask] for *_, mask in answers]
     lengths = [len(mask) for mask in masks]
@@ -95,6 +103,7 @@ def _write_iteration(at: At) -> None:
             "sample_id": samples,
             "prompt_id": [prompt_ids[row] for row, *_ in answers],
             "group_index": [k for _, k, _, _ in answers],
+            "baseline": [k == len(ANSWERS[row]) for row, k, _, _ in answers],
             "policy_version": [version] * len(samples),
             "prompt_token_ids": [prompt_tokens[row] for row, *_ in answers],
             "response_token_ids": ids,
@@ -136,11 +145,11 @@ def _write_iteration(at: At) -> None:
             "policy_version": [version] * len(samples),
             "learner_logp": tokens(-3, 0),
             "ref_logp": tokens(-3, 0),
-            "value": tokens(-1, 1),
-            "bootstrap_value": [0.5 if t else None for t in truncated],
+            "value": tokens(-1, 1) if has_critic else [None] * len(samples),
+            "bootstrap_value": [0.5 if t and has_critic else None for t in truncated],
             "learner_digest": [f"w{version}"] * len(samples),
             "ref_digest": ["w0"] * len(samples),
-            "critic_digest": [f"c{version}"] * len(samples),
+            "critic_digest": [f"c{version}" if has_critic else None] * len(samples),
         }
         staging.write("rewards", rewards)
         staging.write("forwards", forwards)
@@ -149,13 +158,14 @@ def _write_iteration(at: At) -> None:
     def write_updates(staging: Any) -> Result:
         numbers = [c.name for c in TABLES["updates"].columns if c.type == pa.float32()]
         columns: dict[str, Any] = {name: [0.25] * 4 for name in numbers}
-        order = [*range(6), *reversed(range(6))]
+        kept_ids = staging.read("experience").filter(pc.field("dropped").is_null())["sample_id"].to_pylist()
+        halves = [kept_ids[:3], kept_ids[3:]]
         columns |= {
             "policy_version": [version] * 4,
             "step": [0, 1, 2, 3],
             "epoch": [0, 0, 1, 1],
             "minibatch": [0, 1, 0, 1],
-            "sample_ids": [[samples[i] for i in order[3 * step : 3 * step + 3]] for step in range(4)],
+            "sample_ids": [*halves, *halves[::-1]],
             "tokens": [14, 5, 5, 14],
             "ratio_mean": [1.0, 1.01, 1.02, 1.03],
             "ratio_min": [1.0, 0.9, 0.9, 0.8],
@@ -165,7 +175,14 @@ def _write_iteration(at: At) -> None:
             "stopped_early": [False] * 4,
         }
         staging.write("updates", columns)
-        return Result(6, policy_version=version + 1, facts={"actor_digest": f"w{version + 1}"})
+        trained = staging.read("experience")
+        kept = trained["dropped"].null_count
+        before = Carried.into(at)
+        after = before.after(trained, at.config)
+        kl = {"observed": observed_kl(trained, at.config.advantages)}
+        kl |= {"coef_before": before.kl_coef, "coef_after": after.kl_coef}
+        facts = {"actor_digest": f"w{version + 1}", "kl": kl, "carried": after.facts()}
+        return Result(kept, {"left out": len(trained) - kept}, policy_version=version + 1, facts=facts)
 
     def write_policies(staging: Any) -> Result:
         versions = [0, 1] if at.iteration == 0 else [version + 1]

@@ -163,8 +163,9 @@ def more_kl(row: dict[str, Any]) -> None:
     row["shaped_reward"][0] -= 0.1 * 0.1
 
 
-def more_outcome(row: dict[str, Any]) -> None:
-    row["outcome"] += 0.5
+def more_outcome(row: dict[str, Any], terms: tuple[str, ...] = ("outcome_raw", "outcome_scaled")) -> None:
+    for name in ("outcome", *terms):
+        row[name] += 0.5
     row["shaped_reward"][row["score_index"]] += 0.5
 
 
@@ -201,6 +202,14 @@ def train_from_an_older_version(lake: Path) -> None:
     edit_manifest(lake, StageName.TRAIN, lambda record: record.update(policy_version_in=0, policy_version_out=1))
     edit_manifest(lake, StageName.SYNC, lambda record: record.update(policy_version_in=0, policy_version_out=1))
     reseal(lake)
+
+
+def train_fact(name: str, iteration: int = 1, **changes: Any) -> Callable[[Path], None]:
+    def apply(lake: Path) -> None:
+        edit_manifest(lake, StageName.TRAIN, lambda record: record["facts"][name].update(changes), iteration)
+        reseal(lake)
+
+    return apply
 
 
 FAULTS: list[tuple[str, Callable[[Path], None]]] = [
@@ -253,6 +262,12 @@ FAULTS: list[tuple[str, Callable[[Path], None]]] = [
     ("old_logp", set_in("forwards", "value", put(0, 0.75))),
     ("sampled_kl", experience(more_kl)),
     ("outcome", experience(more_outcome)),
+    ("outcome_shaping", experience(lambda row: more_outcome(row, ()))),
+    ("outcome_shaping", experience(lambda row: more_outcome(row, ("length_penalty",)))),
+    ("kl_coefficient", train_fact("kl", coef_after=0.2)),
+    ("kl_coefficient", in_all(train_fact("kl", 0, coef_before=0.2), train_fact("kl", 0, coef_after=0.2))),
+    ("baselines prompt_groups", set_in("rollouts", "baseline", True)),
+    ("returns", set_in("experience", "returns", None)),
     ("outcome reward_failures", a_failed_reward(0, 0)),
     (
         "reward_failures",
@@ -407,3 +422,66 @@ def test_other_runs_of_the_lake_are_audited_on_demand(valid_lake: Path) -> None:
     set_in("rollouts", "behavior_logp", put(1, NAN))(valid_lake)
     assert audit(valid_lake, "r-other") == []
     assert found(valid_lake) == {"finite_values"}
+
+
+VARIANTS: list[dict[str, Any]] = [
+    {"advantages": {"estimator": "reinforce", "lam": None}},
+    {"advantages": {"estimator": "reinforce_pp", "lam": None}},
+    {"advantages": {"estimator": "reinforce", "lam": None, "whiten": "minibatch"}},
+    {"advantages": {"estimator": "rloo", "lam": None, "gamma": None}},
+    {"advantages": {"estimator": "rloo", "lam": None, "gamma": None, "whiten": "global"}},
+    {"advantages": {"estimator": "grpo", "lam": None, "gamma": None}},
+    {"advantages": {"estimator": "grpo_no_std", "lam": None, "gamma": None}},
+    {"advantages": {"estimator": "remax", "lam": None, "gamma": None}, "rollout": {"greedy_baseline": True}},
+    {"advantages": {"kl_estimator": "k2"}},
+    {"advantages": {"kl_estimator": "k3", "whiten": "none"}},
+    {"advantages": {"kl_controller": "proportional", "kl_target": 0.5, "kl_horizon": 20}},
+    {"advantages": {"kl_controller": "doubling", "kl_target": 0.01, "kl_reduction": "token_mean"}},
+    {"outcome": {"normalize": "batch", "clip": 0.8, "length_penalty": 0.01, "overlong_margin": 3}},
+    {"outcome": {"normalize": "running", "clip": 0.4, "clip_at": "before"}},
+    {"outcome": {"normalize": "running", "scale": "std_only", "missing_eos_penalty": 1, "missing_eos_mode": "replace"}},
+    {"outcome": {"missing_eos_penalty": 1, "missing_eos_mode": "subtract"}},
+]
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_every_choice_of_estimator_kl_and_outcome_is_audited(changes: dict[str, Any], tmp_path: Path) -> None:
+    write_lake(tmp_path, **changes)
+    assert [(finding.audit.name, finding.breaches) for finding in audit(tmp_path)] == []
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "grpo", "grpo_no_std", "remax"])
+def test_a_wrong_baseline_is_found(estimator: str, tmp_path: Path) -> None:
+    greedy = {"greedy_baseline": estimator == "remax"}
+    write_lake(tmp_path, advantages={"estimator": estimator, "lam": None, "gamma": None}, rollout=greedy)
+
+    def change(rows: Rows) -> None:
+        for name in ("raw_advantage", "advantage"):
+            of_sample(rows, 0, 0)[name] = [1.01 * x for x in of_sample(rows, 0, 0)[name]]
+
+    plant(tmp_path, "experience", change)
+    assert found(tmp_path) == {"baselines"}
+
+
+def test_a_wrong_reward_to_go_is_found(tmp_path: Path) -> None:
+    write_lake(tmp_path, advantages={"estimator": "reinforce", "lam": None})
+
+    def change(rows: Rows) -> None:
+        for name in ("raw_advantage", "advantage"):
+            of_sample(rows, 0, 0)[name][0] += 0.01
+
+    plant(tmp_path, "experience", change)
+    assert found(tmp_path) == {"gae"}
+
+
+def test_a_coefficient_that_jumped_between_iterations_is_found(tmp_path: Path) -> None:
+    write_lake(tmp_path, advantages={"kl_controller": "doubling", "kl_target": 0.01})
+    train_fact("kl", 0, coef_before=0.1, coef_after=0.1)(tmp_path)
+    assert found(tmp_path) == {"kl_coefficient"}
+
+
+def test_a_controller_that_was_told_another_kl_is_found(tmp_path: Path) -> None:
+    write_lake(tmp_path, advantages={"kl_controller": "doubling", "kl_target": 0.01})
+    train_fact("kl", 0, observed=1.5)(tmp_path)
+    (finding,) = audit(tmp_path)
+    assert "the observed KL is not the" in finding.breaches[0].detail

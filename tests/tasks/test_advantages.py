@@ -22,6 +22,8 @@ def row(sample_id: str, logp: list[float], **changes: Any) -> dict[str, Any]:
     n = len(logp)
     return {
         "sample_id": sample_id,
+        "prompt_id": "p-000000",
+        "baseline": False,
         "logp": logp,
         "behavior_logp": logp,
         "ref_logp": logp,
@@ -50,8 +52,9 @@ def write_rollouts(*shards: list[dict[str, Any]]) -> Callable[[Staging], Result]
         n = len(rows)
         columns = {
             "sample_id": [r["sample_id"] for r in rows],
-            "prompt_id": ["p-000000"] * n,
-            "group_index": [0] * n,
+            "prompt_id": [r["prompt_id"] for r in rows],
+            "group_index": [r.get("group_index", 0) for r in rows],
+            "baseline": [r["baseline"] for r in rows],
             "policy_version": [r["policy_version"] for r in rows],
             "prompt_token_ids": [[1]] * n,
             "response_token_ids": [[7] * len(r["logp"]) for r in rows],
@@ -153,7 +156,7 @@ def commit(
         "prompts": {"source": "none.jsonl", "per_iteration": 1},
         "rollout": {"max_new_tokens": 100},
         "rewards": [{"name": name, "kind": "function", "function": "a:b"} for name in sources],
-        "advantages": {"kl_coef": 0.0, "whiten": False, "gamma": 1.0, "lam": 1.0, **settings},
+        "advantages": {"kl_coef": 0.0, "whiten": "none", "gamma": 1.0, "lam": 1.0, **settings},
         "train": {"minibatch_size": 1},
     }
     at = At(str(lake), "r-test", iteration)
@@ -257,7 +260,7 @@ def test_s36_s38_a_failed_score_is_no_zero_and_drops_its_row_alone(run_advantage
             row("s-d", [-1.0], rewards=[("r", 0.0, "ok")]),
         ],
         kl_coef=0.1,
-        whiten=True,
+        whiten="global",
     )
     failed = rows["s-b"]
     assert failed["dropped"] == "reward_failed"
@@ -379,7 +382,7 @@ def test_s13_whitening_is_global_over_valid_tokens_whatever_the_blocks(run_advan
     results = []
     for iteration, size in enumerate((1 << 21, 1)):
         monkeypatch.setattr(stage, "BLOCK_TOKENS", size)
-        manifest, rows = run_advantages(samples, iteration=iteration, kl_coef=1.0, gamma=0.0, whiten=True)
+        manifest, rows = run_advantages(samples, iteration=iteration, kl_coef=1.0, gamma=0.0, whiten="global")
         results.append([*rows["s-a"]["advantage"], *rows["s-b"]["advantage"]])
         assert manifest.facts["whitening"]["mean"] == pytest.approx(3.0)
         assert manifest.facts["whitening"]["tokens"] == 3
@@ -388,12 +391,12 @@ def test_s13_whitening_is_global_over_valid_tokens_whatever_the_blocks(run_advan
 
 
 def test_s14_whitening_a_single_token_gives_zero(run_advantages):
-    _, rows = run_advantages([row("s-a", [-1.0], rewards=[("r", 0.7, "ok")])], whiten=True)
+    _, rows = run_advantages([row("s-a", [-1.0], rewards=[("r", 0.7, "ok")])], whiten="global")
     assert rows["s-a"]["advantage"] == [0.0]
 
 
 def test_s83_no_rows_make_an_empty_shard_of_the_full_schema(run_advantages, tmp_lake):
-    manifest, rows = run_advantages([], whiten=True)
+    manifest, rows = run_advantages([], whiten="global")
     assert rows == {}
     assert [o.rows for o in manifest.outputs] == [0]
     assert (manifest.rows_used, manifest.rows_dropped) == (0, {})
@@ -402,7 +405,7 @@ def test_s83_no_rows_make_an_empty_shard_of_the_full_schema(run_advantages, tmp_
 
 
 def test_when_every_row_is_dropped_nothing_is_whitened(run_advantages):
-    manifest, rows = run_advantages([row("s-a", [-1.0], rewards=[("r", None, "error")])], whiten=True)
+    manifest, rows = run_advantages([row("s-a", [-1.0], rewards=[("r", None, "error")])], whiten="global")
     assert rows["s-a"]["advantage"] == [0.0]
     assert manifest.facts["whitening"] is None
 
@@ -417,7 +420,7 @@ def test_rows_are_joined_by_sample_id_not_by_position(run_advantages):
 
 def test_forwards_are_found_whatever_the_shards_they_were_written_in(tmp_lake):
     samples = [row(f"s-{k}", [-1.0] * k, value=[float(k)] * k, rewards=[("r", 10.0 * k, "ok")]) for k in range(1, 7)]
-    together, _, _ = commit(tmp_lake, samples, samples, ("r",), 0, {"whiten": True}, 5)
+    together, _, _ = commit(tmp_lake, samples, samples, ("r",), 0, {"whiten": "global"}, 5)
     apart = At(str(tmp_lake), "r-test", 1)
     inputs = [
         (together, write_rollouts(samples), write_scores(samples)),
@@ -466,7 +469,7 @@ def test_the_stage_stands_under_an_equal_key_and_is_refused_under_another(tmp_la
 
 def test_every_declared_column_is_written_without_nan(run_advantages, tmp_lake):
     manifest, _ = run_advantages(
-        [row("s-a", [-1.0, -2.0]), row("s-b", [-1.0], bootstrap_value=0.1, **CUT)], whiten=True
+        [row("s-a", [-1.0, -2.0]), row("s-b", [-1.0], bootstrap_value=0.1, **CUT)], whiten="global"
     )
     data = At(str(tmp_lake), "r-test", 0).run.read(manifest, "experience")
     assert data.column_names == TABLE.arrow.names

@@ -1,11 +1,13 @@
 -- severity: error
 -- why: A[t] = r[t] + gamma * V[next] - V[t] + gamma * lambda * A[next] (C3, C4), and A = 0 where the policy did not act
 -- remedy: compare advantages.gamma and advantages.lam with stages.key_parts; rerun from the advantages stage
+-- Reward-to-go (reinforce, reinforce_pp) is the same recursion with V = 0 and lambda = 1, without a bootstrap.
 -- Each action is checked against the stored advantage of the next one. The recursion has one solution, so this finds
 -- whatever recomputing the whole sum finds, and says where it begins.
 WITH acted AS (
     SELECT
         e.run_id, e.iteration, e.sample_id, f.bootstrap_value,
+        estimator = 'gae' AS has_critic,
         if(plain, shaped_reward, list_where(shaped_reward, action_mask)) AS r,
         if(plain, old_value, list_where(old_value, action_mask)) AS v,
         if(plain, raw_advantage, list_where(raw_advantage, action_mask)) AS a,
@@ -13,12 +15,13 @@ WITH acted AS (
         if(plain, continuation_mask, list_where(continuation_mask, action_mask)) AS continuation,
     FROM (SELECT *, list_bool_and(action_mask) AS plain FROM experience) AS e
     LEFT JOIN (SELECT run_id, iteration, sample_id, bootstrap_value FROM forwards) AS f USING (run_id, iteration, sample_id)
+    WHERE estimator IN ('gae', 'reinforce', 'reinforce_pp')
 ),
 actions AS (
     SELECT
-        run_id, iteration, sample_id, bootstrap_value,
+        run_id, iteration, sample_id, bootstrap_value, has_critic,
         unnest(r)::DOUBLE AS r,
-        unnest(v)::DOUBLE AS v,
+        unnest(v)::DOUBLE AS v_or_null,
         unnest(v[2:])::DOUBLE AS v_next,
         unnest(a)::DOUBLE AS a,
         unnest(a[2:])::DOUBLE AS a_next,
@@ -30,8 +33,9 @@ actions AS (
 terms AS (
     SELECT
         *,
-        if(bootstrap, gamma * coalesce(v_next, bootstrap_value), 0) AS ahead,
-        if(continuation, gamma * lam * coalesce(a_next, 0), 0) AS carried,
+        if(has_critic, v_or_null, 0) AS v,
+        if(bootstrap AND has_critic, gamma * coalesce(v_next, bootstrap_value), 0) AS ahead,
+        if(continuation, gamma * if(has_critic, lam, 1) * coalesce(a_next, 0), 0) AS carried,
     FROM actions
     JOIN (
         SELECT run_id, iteration,

@@ -1,9 +1,9 @@
 -- severity: error
--- why: the outcome is the weighted sum of the reward sources; where one failed there is none, never a 0 in its place
+-- why: outcome_raw is the weighted sum of the reward sources; where one failed there is none, never a 0 in its place
 -- remedy: a fault of the advantages stage; remove its folder and those of the stages after it, and run again
 SELECT e.run_id, e.iteration, e.sample_id AS subject,
-    format('outcome {}, dropped {}; its rewards say {} with {} failures', coalesce(e.outcome::VARCHAR, 'null'),
-        coalesce(e.dropped, 'null'), coalesce(r.expected::VARCHAR, 'null'), r.failures) AS detail
+    format('outcome_raw {}, outcome {}, dropped {}; its rewards say {} with {} failures',
+        coalesce(e.outcome_raw::VARCHAR, 'null'), coalesce(e.outcome::VARCHAR, 'null'), coalesce(e.dropped, 'null'), coalesce(r.expected::VARCHAR, 'null'), r.failures) AS detail
 FROM experience AS e
 JOIN (
     SELECT run_id, iteration, sample_id,
@@ -14,6 +14,7 @@ JOIN (
     JOIN (SELECT run_id, iteration, sample_id, finish_reason FROM rollouts) USING (run_id, iteration, sample_id)
     GROUP BY run_id, iteration, sample_id
 ) AS r USING (run_id, iteration, sample_id)
-WHERE differs(e.outcome, r.expected, r.size)
+WHERE differs(e.outcome_raw, r.expected, r.size)
+    OR (e.outcome_raw IS NULL) <> (r.expected IS NULL)
     OR (e.outcome IS NULL) <> (r.expected IS NULL OR e.score_index IS NULL)
     OR (r.failures > 0 AND e.dropped IS NULL)

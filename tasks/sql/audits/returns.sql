@@ -17,3 +17,8 @@ SELECT run_id, iteration, sample_id AS subject,
 FROM tokens
 WHERE action AND differs(target, a + v, abs(a) + abs(v))
 GROUP BY ALL
+UNION ALL
+SELECT run_id, iteration, sample_id,
+    format('old_value or returns {} there, though the estimator is {}', if(estimator = 'gae', 'is not', 'is'), estimator)
+FROM experience
+WHERE (old_value IS NULL) <> (estimator <> 'gae') OR (returns IS NULL) <> (estimator <> 'gae')

@@ -3,7 +3,7 @@
 -- remedy: a fault of the advantages stage; remove its folder and those of the stages after it, and run again
 WITH tokens AS (
     SELECT
-        run_id, iteration, sample_id, kl_coef_used, outcome,
+        run_id, iteration, sample_id, kl_coef_used, kl_estimator, outcome,
         unnest(shaped_reward) AS reward,
         unnest(sampled_kl)::DOUBLE AS kl,
         unnest(score_mask) AS score,
@@ -14,6 +14,9 @@ WITH tokens AS (
 SELECT run_id, iteration, sample_id AS subject,
     format('{} tokens, the first at position {}: shaped_reward {:.6g}, its parts give {:.6g}', count(*), min(position),
         arg_min(reward, position), arg_min(expected, position)) AS detail
-FROM (SELECT *, if(action, -kl_coef_used * kl + if(score, coalesce(outcome, 0), 0), 0) AS expected FROM tokens)
-WHERE differs(reward, expected, abs(kl_coef_used * kl) + abs(coalesce(outcome, 0)))
+FROM (
+    SELECT *, if(action, -kl_coef_used * penalty + if(score, coalesce(outcome, 0), 0), 0) AS expected
+    FROM (SELECT *, kl_estimate(kl, kl_estimator) AS penalty FROM tokens)
+)
+WHERE differs(reward, expected, abs(kl_coef_used * penalty) + abs(kl_coef_used * kl) + abs(coalesce(outcome, 0)))
 GROUP BY ALL

@@ -26,6 +26,6 @@ WHERE wrong IS NOT NULL
 UNION ALL
 SELECT f.run_id, f.iteration, f.sample_id,
     format('bootstrap_value {}, but truncated {}', coalesce(f.bootstrap_value::VARCHAR, 'null'), r.truncated)
-FROM (SELECT run_id, iteration, sample_id, bootstrap_value FROM forwards) AS f
+FROM (SELECT run_id, iteration, sample_id, bootstrap_value, value IS NOT NULL AS valued FROM forwards) AS f
 JOIN (SELECT run_id, iteration, sample_id, truncated FROM rollouts) AS r USING (run_id, iteration, sample_id)
-WHERE (f.bootstrap_value IS NOT NULL) <> r.truncated
+WHERE (f.bootstrap_value IS NOT NULL) <> (r.truncated AND f.valued)

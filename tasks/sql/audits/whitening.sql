@@ -20,7 +20,7 @@ tokens AS (
         unnest(e.action_mask) AND e.dropped IS NULL AS trained,
         generate_subscripts(e.advantage, 1) - 1 AS position,
     FROM experience AS e
-    JOIN (SELECT run_id, iteration, value = 'true' AS whiten FROM configs WHERE key = 'advantages.whiten') AS c
+    JOIN (SELECT run_id, iteration, value = 'global' AS whiten FROM configs WHERE key = 'advantages.whiten') AS c
         USING (run_id, iteration)
     LEFT JOIN moments AS m USING (run_id, iteration)
 )

@@ -4,12 +4,17 @@ SELECT
     iteration,
     s.policy_version, -- version that sampled the responses
     s.policy_version_out, -- version after the update
+    e.estimator, -- what made the advantages
     e.outcome_mean, -- mean outcome of the samples that have one
     e.outcome_std, -- its population standard deviation
+    e.outcome_raw_mean, -- mean of the weighted sums of rewards, before any shaping
     e.reward_mean, -- mean over samples of the summed shaped reward
     e.kl, -- [nats] mean over samples of the summed k1 = old_logp - ref_logp, signed
     e.kl_per_token, -- [nats] the same, per response token
-    e.kl_coef, -- mean beta of the iteration's rows
+    e.kl_coef, -- beta of the iteration
+    s.kl_target, -- [nats] KL that the controller of beta steers for; null where beta is fixed
+    s.kl_observed, -- [nats] mean k1 of the samples trained on, a token or a response as advantages.kl_reduction says
+    s.kl_coef_next, -- beta of the next iteration
     v.heldout_score, -- mean weighted score of the policy on held-out prompts
     v.heldout_reference_score, -- the same for the reference policy
     u.entropy, -- [nats] mean entropy over the optimizer steps, weighted by tokens
@@ -29,6 +34,7 @@ SELECT
     u.stopped_early, -- approx_kl passed its target
     r.response_len_mean, -- [tokens] mean response length
     r.truncated_fraction, -- share of responses that were cut
+    r.eos_fraction, -- share of responses that stopped by themselves
     r.samples, -- responses
     r.tokens, -- [tokens] response tokens
     s.samples_used, -- samples the train stage used
@@ -54,6 +60,9 @@ FROM (
         max(policy_version_out) FILTER (stage = 'train') AS policy_version_out,
         max(rows_used) FILTER (stage = 'train') AS samples_used,
         max(rows_dropped) FILTER (stage = 'train') AS samples_dropped,
+        max(facts ->> '$.kl.target') FILTER (stage = 'train')::DOUBLE AS kl_target,
+        max(facts ->> '$.kl.observed') FILTER (stage = 'train')::DOUBLE AS kl_observed,
+        max(facts ->> '$.kl.coef_after') FILTER (stage = 'train')::DOUBLE AS kl_coef_next,
         sum(seconds) AS seconds,
         max(seconds) FILTER (stage = 'sample_prompts') AS seconds_sample_prompts,
         max(seconds) FILTER (stage = 'rollout') AS seconds_rollout,
@@ -78,13 +87,17 @@ LEFT JOIN (
         sum(response_len)::BIGINT AS tokens,
         avg(response_len) AS response_len_mean,
         avg(truncated::INTEGER) AS truncated_fraction,
+        avg((finish_reason = 'stop')::INTEGER) AS eos_fraction,
     FROM rollouts
+    WHERE NOT baseline
     GROUP BY ALL
 ) AS r USING (run_id, iteration)
 LEFT JOIN (
     SELECT
         run_id,
         iteration,
+        any_value(estimator) AS estimator,
+        avg(outcome_raw) AS outcome_raw_mean,
         avg(outcome) AS outcome_mean,
         stddev_pop(outcome) AS outcome_std,
         avg(reward_sum) AS reward_mean,
@@ -92,6 +105,7 @@ LEFT JOIN (
         sum(kl_sum) / nullif(sum(response_len), 0) AS kl_per_token,
         avg(kl_coef_used) AS kl_coef,
     FROM experience
+    WHERE dropped IS DISTINCT FROM 'baseline'
     GROUP BY ALL
 ) AS e USING (run_id, iteration)
 LEFT JOIN (

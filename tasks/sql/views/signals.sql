@@ -20,6 +20,7 @@ answers AS (
         coalesce(var_samp(response_len), 0) / count(*) AS length_error,
         count(DISTINCT hash(response_token_ids)) / count(*) AS distinct_answers,
     FROM rollouts
+    WHERE NOT baseline
     GROUP BY ALL
 ),
 drift AS (
@@ -59,6 +60,7 @@ gap AS (
             unnest(r.action_mask) AS action,
         FROM rollouts AS r
         JOIN (SELECT run_id, iteration, sample_id, learner_logp FROM forwards) AS f USING (run_id, iteration, sample_id)
+        WHERE NOT r.baseline
     )
     GROUP BY ALL
 ),

@@ -4,6 +4,7 @@ SELECT
     r.iteration,
     r.sample_id,
     r.prompt_id,
+    r.baseline,
     r.policy_version,
     unnest(if(len(r.response_token_ids) = 0, [NULL], range(len(r.response_token_ids))))::INTEGER AS position, -- place in the response, from 0
     unnest(r.response_token_ids) AS token_id, -- the sampled id
