@@ -56,8 +56,9 @@ def prepare(lake: Path, config: Config, *, change_config: bool = False) -> Run:
             return run
         changed = differences(records[max(records)], new)
         if changed and not change_config:
+            record = run.folder / "configs" / f"{max(records):06d}.json"
             raise ConfigError(
-                f"run {run.run_id} in {lake} was made under another configuration:\n  " + "\n  ".join(changed) + "\n"
+                f"run {run.run_id} was made under another configuration ({record}):\n  " + "\n  ".join(changed) + "\n"
                 "restore it, name another run (--run NAME), or apply the change from the next iteration on "
                 "(--change-config)"
             )

@@ -20,6 +20,11 @@ class StageName(StrEnum):
     SYNC = "sync"
     EVALUATE = "evaluate"
 
+    @property
+    def place(self) -> int:
+        """Its place in an iteration, from 0."""
+        return list(StageName).index(self)
+
 
 UtcInstant = Annotated[
     AwareDatetime, PlainSerializer(lambda t: t.astimezone(UTC).isoformat(timespec="microseconds"), return_type=str)
@@ -76,6 +81,7 @@ class Manifest(_Record):
     num_threads: int
     started_at: UtcInstant
     ended_at: UtcInstant
+    checksum: str = Field(description="`checksum` of all that later stages build on, so that a flipped bit is noticed")
 
     @property
     def digest(self) -> str:
@@ -86,6 +92,18 @@ class Manifest(_Record):
     @property
     def seconds(self) -> float:
         return (self.ended_at - self.started_at).total_seconds()
+
+
+CHECKED = (
+    *("stage", "key", "key_parts", "run_id", "iteration", "policy_version_in", "policy_version_out", "inputs"),
+    *("outputs", "facts", "rows_used", "rows_dropped"),
+)
+"""What of a manifest its checksum covers: times, machine and packages of an attempt stay out of it."""
+
+
+def checksum(manifest: dict[str, Any]) -> str:
+    """The checksum of a manifest, given as plain data."""
+    return digest_of([manifest[name] for name in CHECKED])
 
 
 def utc_now() -> datetime:

@@ -8,7 +8,9 @@ import importlib.metadata
 import json
 import logging
 import platform
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -19,10 +21,10 @@ import torch
 
 from schemas import TABLES
 from schemas.config import Config
-from schemas.manifest import Input, Manifest, Output, StageName, canonical, digest_of, utc_now
+from schemas.manifest import Input, Manifest, Output, StageName, canonical, checksum, digest_of, utc_now
 from tasks.lake.runs import Run, config_digest
 from tasks.lake.shards import MAX_FILES, read_shard, write_shard
-from tasks.lake.storage import LakeError, write_bytes
+from tasks.lake.storage import LakeError, one_at_a_time, write_bytes
 from tasks.progress import Begun, Done, tell
 
 log = logging.getLogger(__name__)
@@ -57,6 +59,10 @@ class Committed:
     digest: str
     policy_version: int
 
+    @classmethod
+    def of(cls, manifest: Manifest) -> "Committed":
+        return cls(manifest.stage, manifest.run_id, manifest.iteration, manifest.digest, manifest.policy_version_out)
+
 
 @dataclass
 class Result:
@@ -72,27 +78,32 @@ class StageError(RuntimeError):
     """A stage can't do its work; the message says what was wrong, where, and what to do."""
 
 
+class Superseded(StageError):
+    """Another process took the stage over while this one worked on it; this one stops."""
+
+
 class KeyMismatch(StageError):
     """A stage was committed under another key: the run was continued under other conditions."""
 
 
 @dataclass
 class Staging:
-    """Where a stage's body reads its inputs and puts its shards. Nothing here exists until the manifest does."""
+    """Where a stage's body reads its inputs and puts its shards. Nothing here exists until the manifest does.
+
+    Shards are written to `folder`, which belongs to one attempt, and take their places as the stage commits: an attempt
+    that was taken over can't touch what its successor committed.
+    """
 
     at: At
     stage: StageName
     version: int
     inputs: Mapping[StageName, Manifest]
+    folder: Path
     outputs: list[Output] = field(default_factory=list)
 
     @property
     def config(self) -> Config:
         return self.at.config
-
-    @property
-    def folder(self) -> Path:
-        return self.at.run.stage_folder(self.at.iteration, self.stage)
 
     def read(self, table: str) -> pa.Table:
         """All rows of an input table, checked against the manifest that committed it."""
@@ -144,7 +155,7 @@ def run_stage(
 
     `section` is the part of the configuration that the stage depends on, `version` the policy version it works at,
     `identity` digests of what it reads beside committed stages (models, prompt pools).
-    Raises KeyMismatch where it was committed under another key.
+    Raises KeyMismatch where it was committed under another key, Superseded where another process took the stage over.
     """
     parts = {
         "stage": stage,
@@ -165,22 +176,24 @@ def run_stage(
         _report_drift(standing)
         return _done(standing)
 
+    if (home := run.home(at.iteration, stage)) != run:
+        raise StageError(f"{at.run_id} shares {stage} of iteration {at.iteration} with {home.run_id}, which lost it")
     manifests = {i.stage: run.committed(i.iteration, i.stage) for i in inputs}
     for given in inputs:
         if manifests[given.stage].digest != given.digest:
             raise StageError(f"{stage}: its input {given.stage} is no longer what was handed over")
-    folder = run.stage_folder(at.iteration, stage)
-    attempt = _next_attempt(folder)
+    attempt = _Attempt.begin(run.stage_folder(at.iteration, stage), f"{stage} of iteration {at.iteration}")
     started = utc_now()
-    staging = Staging(at, stage, version, manifests)
-    result = body(staging)
-    manifest = Manifest(
+    staging = Staging(at, stage, version, manifests, attempt.staged)
+    with attempt.working():
+        result = body(staging)
+    manifest = _sealed(
         stage=stage,
         key=key,
         key_parts=parts,
         run_id=at.run_id,
         iteration=at.iteration,
-        attempt=attempt,
+        attempt=attempt.number,
         policy_version_in=version,
         policy_version_out=version if result.policy_version is None else result.policy_version,
         inputs=tuple(Input(run_id=i.run_id, iteration=i.iteration, stage=i.stage, digest=i.digest) for i in inputs),
@@ -196,25 +209,86 @@ def run_stage(
         started_at=started,
         ended_at=utc_now(),
     )
-    write_bytes(folder / "manifest.json", json.dumps(manifest.model_dump(mode="json"), indent=1).encode())
+    attempt.commit(manifest)
     return _done(manifest)
+
+
+def _sealed(**fields: Any) -> Manifest:
+    manifest = Manifest(**fields, checksum="")
+    return manifest.model_copy(update={"checksum": checksum(manifest.model_dump(mode="json"))})
 
 
 def _done(manifest: Manifest) -> Committed:
     tell(Done(manifest.stage, manifest.iteration, manifest.facts, manifest.seconds))
-    return Committed(manifest.stage, manifest.run_id, manifest.iteration, manifest.digest, manifest.policy_version_out)
+    return Committed.of(manifest)
 
 
-def _next_attempt(folder: Path) -> int:
-    """Counts the attempts at a stage, those that were killed included, and clears what they left behind."""
-    folder.mkdir(parents=True, exist_ok=True)
-    counter = folder / "attempts"
-    attempt = int(counter.read_text()) + 1 if counter.exists() else 1
-    for leftover in [*folder.glob("part-*.parquet"), *folder.glob(".*.tmp")]:
-        log.warning("%s: left behind by an attempt that did not commit; removed", leftover)
-        leftover.unlink()
-    counter.write_text(str(attempt))
-    return attempt
+@dataclass(frozen=True)
+class _Attempt:
+    """One try at a stage. Attempts are counted on disk, those that were killed included; only the newest may commit.
+
+    The run's lock keeps other writers out. Where it can't (its file was deleted, a process slept through its end), the
+    count does: who wakes up with an old number has been taken over, and stops.
+    """
+
+    folder: Path
+    number: int
+    name: str
+
+    @property
+    def staged(self) -> Path:
+        return self.folder / f".attempt-{self.number}"
+
+    @classmethod
+    def begin(cls, folder: Path, name: str) -> "_Attempt":
+        """Takes the stage over from earlier attempts and clears what they left behind."""
+        folder.mkdir(parents=True, exist_ok=True)
+        with one_at_a_time(folder):
+            if (folder / "manifest.json").exists():
+                raise Superseded(f"{name} has been committed by another process meanwhile; run again to go on from it")
+            attempt = cls(folder, _count(folder) + 1, name)
+            for leftover in [*folder.glob("part-*.parquet"), *folder.glob(".*")]:
+                log.warning("%s: left behind by an attempt that did not commit; removed", leftover)
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+            write_bytes(folder / "attempts", str(attempt.number).encode())
+            attempt.staged.mkdir()
+        return attempt
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Removes what was staged if the block fails; says so where that is because another process took over."""
+        try:
+            yield
+        except BaseException as error:
+            shutil.rmtree(self.staged, ignore_errors=True)
+            if isinstance(error, LakeError):
+                self.require_newest()
+            raise
+
+    def require_newest(self) -> None:
+        if (now := _count(self.folder)) != self.number:
+            raise Superseded(
+                f"another process began {self.name} (attempt {now}) while this one worked on it (attempt "
+                f"{self.number}); this one stops and leaves the run to it"
+            )
+
+    def commit(self, manifest: Manifest) -> None:
+        """Puts the shards in their places and the manifest last, unless another attempt has begun."""
+        with self.working(), one_at_a_time(self.folder):
+            self.require_newest()
+            for output in manifest.outputs:
+                (self.staged / output.path).rename(self.folder / output.path)
+            self.staged.rmdir()
+            data = json.dumps(manifest.model_dump(mode="json"), indent=1).encode()
+            write_bytes(self.folder / "manifest.json", data, new=True)
+
+
+def _count(folder: Path) -> int:
+    path = folder / "attempts"
+    text = path.read_text(errors="replace") if path.exists() else "0"
+    if not text.isascii() or not text.isdigit():
+        raise LakeError(f"{path} is not as it was written: it counts attempts; remove it, and run again")
+    return int(text)
 
 
 def _mismatch(standing: Manifest, parts: dict[str, Any]) -> str:

@@ -25,7 +25,7 @@ def train(at: At, rollouts: Committed, experience: Committed) -> Committed:
         "advantages": config.advantages.model_dump(mode="json", include={"estimator", "whiten", *KL_CONTROL}),
         "outcome": config.outcome.model_dump(mode="json", include={"clip", "clip_at"}),
     }
-    return run_stage(
+    update = run_stage(
         at,
         StageName.TRAIN,
         _update,
@@ -34,6 +34,9 @@ def train(at: At, rollouts: Committed, experience: Committed) -> Committed:
         inputs=[rollouts, experience],
         identity={"policy": warm(at).policy_digest(experience.policy_version)},
     )
+    # Only now: until the stage is committed, the version before may have to be trained from again.
+    prune(at.run.folder / "learner", config.checkpoint.keep)
+    return update
 
 
 def _update(staging: Staging) -> Result:
@@ -84,6 +87,4 @@ def _save(staging: Staging, learner: Learner) -> None:
     last = iteration == config.run.iterations - 1
     if learner.version == staging.version or not (last or (iteration + 1) % config.checkpoint.every == 0):
         return
-    root = staging.at.run.folder / "learner"
-    learner.save(root / f"{learner.version:06d}")
-    prune(root, config.checkpoint.keep)
+    learner.save(staging.at.run.folder / "learner" / f"{learner.version:06d}")

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from schemas.config import Config
@@ -119,9 +120,8 @@ class Warm:
         return self._learner
 
     def _restore(self, version: int) -> Learner:
-        saved = max((v for v in saved_versions(self.run.folder / "learner") if v <= version), default=0)
-        folder = self.run.folder / "learner" / f"{saved:06d}"
-        learner = Learner.load(self.config, folder) if folder.exists() else Learner.initial(self.config)
+        folder = newest_state(self.run, version)
+        learner = Learner.load(self.config, folder) if folder else Learner.initial(self.config)
         while learner.version < version:
             manifest = self._trained(learner.version + 1)
             log.info("rebuilding policy version %d from the stored experience", manifest.policy_version_out)
@@ -129,7 +129,7 @@ class Warm:
             learner.update(
                 self.run.read(self.run.committed(k, StageName.ROLLOUT), "rollouts"),
                 self.run.read(self.run.committed(k, StageName.ADVANTAGES), "experience"),
-                self.run.config_at(k),
+                self.run.home(k, StageName.TRAIN).config_at(k),
                 k,
             )
             rebuilt = learner.actor_digest(), learner.carried.facts()
@@ -167,6 +167,15 @@ class Warm:
         self.discard_rollout_engine()
         self._scorers = self._reference = None
         gc.collect()
+
+
+def newest_state(run: Run, version: int) -> Path | None:
+    """The saved learner state nearest to a version, not after it; a branch has its parent's up to the fork."""
+    if saved := [v for v in saved_versions(run.folder / "learner") if v <= version]:
+        return run.folder / "learner" / f"{saved[-1]:06d}"
+    if branch := run.branch:
+        return newest_state(branch.parent(run.lake), min(version, branch.policy_version))
+    return None
 
 
 _held: dict[str, Warm] = {}

@@ -3,13 +3,16 @@
 <lake>/runs/<run_id>/configs/<iteration:06d>.json        the configuration that holds from that iteration on
 <lake>/runs/<run_id>/<iteration:06d>/<stage>/            part-NNNNN.parquet, and manifest.json written last
 <lake>/runs/<run_id>/learner/<policy_version:06d>/       saved learner states, manifest.json written last
+<lake>/runs/<run_id>/branch.json                         of a branch alone: the parent, and where it was left
 """
 
+import itertools
 import json
 import logging
 import os
+import shutil
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,8 @@ import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from schemas.config import Config
-from schemas.manifest import Manifest, StageName, canonical, digest_of
+from schemas.ids import RunId
+from schemas.manifest import Manifest, StageName, canonical, checksum, digest_of
 from tasks.lake.shards import read_all
 from tasks.lake.storage import LakeError, exclusive, write_bytes
 
@@ -39,9 +43,28 @@ class RunRecord(BaseModel):
     digests: dict[str, str]
 
 
+class Branch(BaseModel):
+    """Where a branch leaves its parent. What lies before is the parent's: it is read there and never copied.
+
+    `lake` is the parent's, where it isn't the branch's own. Learner states up to `policy_version` are the parent's.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    lake: str | None
+    run_id: RunId
+    iteration: int
+    stage: StageName
+    policy_version: int
+
+    def parent(self, lake: Path) -> "Run":
+        """The parent of a branch in `lake`."""
+        return Run(Path(self.lake) if self.lake else lake, self.run_id)
+
+
 @dataclass(frozen=True)
 class Run:
-    """One run in a lake: a folder, its configurations and its committed stages."""
+    """One run in a lake: a folder, its configurations and its committed stages; a branch's begin with its parent's."""
 
     lake: Path
     run_id: str
@@ -53,24 +76,75 @@ class Run:
     def exists(self) -> bool:
         return any((self.folder / "configs").glob("*.json"))
 
-    def lock(self) -> AbstractContextManager[None]:
-        """The right to write this run. Held by the operating system for one process, and freed when that dies."""
-        return exclusive(self.folder / "writer.lock", f"run {self.run_id} in {self.lake}")
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """The right to write this run. Held by the operating system for one process, and freed when that dies.
+
+        What the last writer left behind is cleared first, see `recover`.
+        """
+        with exclusive(self.folder / "writer.lock", f"run {self.run_id} in {self.lake}"):
+            self.recover()
+            yield
+
+    # Branches
+
+    @property
+    def branch(self) -> Branch | None:
+        path = self.folder / "branch.json"
+        try:
+            return Branch.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValidationError as error:
+            raise LakeError(f"{path} is no record of a branch: {error.errors()[0]['msg']}") from None
+
+    def home(self, iteration: int, stage: StageName) -> "Run":
+        """The run in whose folder a stage lies: this one, or an ancestor that a branch shares it with."""
+        branch = self.branch
+        if branch is None or (iteration, stage.place) >= (branch.iteration, branch.stage.place):
+            return self
+        return branch.parent(self.lake).home(iteration, stage)
+
+    def fork(self, iteration: int, stage: StageName, lake: Path | None = None) -> Branch:
+        """The record of a branch that leaves this run before a stage; `lake` is this run's, for a branch in another.
+
+        Raises LakeError where an earlier stage isn't committed.
+        """
+        for k, earlier in itertools.product(range(max(iteration - 1, 0), iteration + 1), StageName):
+            if (k, earlier.place) < (iteration, stage.place):
+                self.committed(k, earlier)
+        last = iteration if stage.place > StageName.TRAIN.place else iteration - 1
+        version = self.committed(last, StageName.TRAIN).policy_version_out if last >= 0 else 0
+        return Branch(
+            lake=lake and str(lake), run_id=self.run_id, iteration=iteration, stage=stage, policy_version=version
+        )
+
+    def write_branch(self, branch: Branch, *, new: bool = True) -> None:
+        """Makes this run a branch. Raises AlreadyThere where it must be `new` and isn't."""
+        data = json.dumps(branch.model_dump(mode="json"), indent=1)
+        write_bytes(self.folder / "branch.json", data.encode(), new=new)
 
     # Configurations
 
     def records(self) -> dict[int, RunRecord]:
         """Every configuration, with the digests of what it names, by the first iteration it holds for."""
-        paths = sorted((self.folder / "configs").glob("[0-9]*.json"))
-        return {int(p.stem): _read_record(p) for p in paths}
+        paths = sorted(p for p in (self.folder / "configs").glob("*.json") if p.stem.isdigit())
+        own = {int(p.stem): _read_record(p) for p in paths}
+        if (branch := self.branch) is None:
+            return own
+        shared = branch.parent(self.lake).records()
+        return {k: record for k, record in shared.items() if k <= branch.iteration} | own
 
     def config_at(self, iteration: int) -> Config:
         """The configuration that holds for an iteration."""
+        return self.record_at(iteration).config
+
+    def record_at(self, iteration: int) -> RunRecord:
         records = self.records()
         holding = [first for first in records if first <= iteration]
         if not holding:
             raise LakeError(f"run {self.run_id} has no configuration in {self.folder / 'configs'}")
-        return records[max(holding)].config
+        return records[max(holding)]
 
     def write_record(self, record: RunRecord, iteration: int) -> None:
         data = json.dumps(record.model_dump(mode="json"), indent=1)
@@ -79,11 +153,14 @@ class Run:
     # Manifests
 
     def stage_folder(self, iteration: int, stage: StageName) -> Path:
-        return self.folder / f"{iteration:06d}" / stage
+        return self.home(iteration, stage).folder / f"{iteration:06d}" / stage
 
     def iterations(self) -> list[int]:
         """Iterations with a folder, in order; the last may be unfinished."""
-        return sorted(int(p.name) for p in self.folder.glob("[0-9]*") if p.name.isdigit())
+        found = {int(p.name) for p in self.folder.glob("[0-9]*") if p.name.isdigit() and p.is_dir()}
+        if branch := self.branch:
+            found |= {k for k in branch.parent(self.lake).iterations() if k <= branch.iteration}
+        return sorted(found)
 
     def manifest(self, iteration: int, stage: StageName) -> Manifest | None:
         """The committed stage, or None where it hasn't happened.
@@ -117,7 +194,53 @@ class Run:
 
     def next_iteration(self) -> int:
         """The first iteration that isn't complete."""
-        return next((k for k in self.iterations() if not self.manifest(k, StageName.EVALUATE)), len(self.iterations()))
+        return next(k for k in itertools.count() if not self.manifest(k, StageName.EVALUATE))
+
+    def recover(self) -> None:
+        """Clears what a writer that died left behind. For the holder of the lock alone.
+
+        A power loss can cut the newest manifest short: it is set aside and named, and its stage hasn't happened.
+        Raises LakeError that names any other manifest that isn't as it was written.
+        """
+        newest = True
+        for iteration, stage in itertools.product(reversed(self.iterations()), reversed(StageName)):
+            folder = self.stage_folder(iteration, stage)
+            if self.home(iteration, stage) != self or not folder.is_dir():
+                continue
+            for unfinished in folder.glob(".*"):
+                log.warning("%s: left behind by an attempt that did not commit; removed", unfinished)
+                shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink()
+            path = folder / "manifest.json"
+            if not path.exists():
+                continue
+            if newest and _is_cut(path):
+                aside = path.with_name("manifest.json.damaged")
+                path.rename(aside)
+                log.warning("%s was cut short; set aside as %s, and %s runs again", path, aside.name, stage)
+                continue
+            newest = False
+            _require_checksum(path)
+
+
+def _is_cut(path: Path) -> bool:
+    try:
+        json.loads(path.read_bytes())
+    except ValueError:
+        return True
+    return False
+
+
+def _require_checksum(path: Path) -> None:
+    try:
+        data = json.loads(path.read_bytes())
+        if checksum(data) == data["checksum"]:
+            return
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise LakeError(
+        f"{path} is not as it was written; restore it, or remove its folder and those of all later stages, and run "
+        f"again"
+    )
 
 
 def _read_record(path: Path) -> RunRecord:
@@ -130,7 +253,7 @@ def _read_record(path: Path) -> RunRecord:
 
 
 def open_run(lake: Path, run_id: str | None = None) -> Run:
-    """The named run, or the one written to last.
+    """The named run, or of those that are no branch the one written to last.
 
     Raises LakeError that names the runs there are.
     """
@@ -138,7 +261,7 @@ def open_run(lake: Path, run_id: str | None = None) -> Run:
     if run_id is None:
         if not runs:
             raise LakeError(f"no run in the lake {lake}; start one with: rollbook run CONFIG.toml --lake {lake}")
-        return Run(lake, max(runs, key=_last_write).name)
+        return Run(lake, max([p for p in runs if not (p / "branch.json").exists()] or runs, key=_last_write).name)
     run = Run(lake, run_id)
     if not run.exists():
         raise LakeError(f"no run {run_id} in the lake {lake}; there are: {', '.join(p.name for p in runs) or 'none'}")

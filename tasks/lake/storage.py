@@ -13,6 +13,10 @@ class LakeError(RuntimeError):
     """The lake can't be used as asked; the message names the file and what to do."""
 
 
+class AlreadyThere(LakeError):
+    """A file that had to be new has been written by another process meanwhile."""
+
+
 class _Hashing:
     """A binary stream that digests what passes through it."""
 
@@ -37,11 +41,11 @@ class _Hashing:
         """Left open: write_atomic still has to sync it."""
 
 
-def write_atomic(path: Path, produce: Callable[[BinaryIO], None]) -> tuple[int, str]:
+def write_atomic(path: Path, produce: Callable[[BinaryIO], None], *, new: bool = False) -> tuple[int, str]:
     """Writes through a temporary file, fsync and rename. Returns bytes and SHA-256.
 
     On any failure (a full disk, a kill) the file at `path` is what it was before.
-    Raises LakeError where the disk refuses.
+    Raises LakeError where the disk refuses, AlreadyThere where the file must be `new` and isn't.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -51,10 +55,16 @@ def write_atomic(path: Path, produce: Callable[[BinaryIO], None]) -> tuple[int, 
             produce(hashing)  # type: ignore[arg-type]
             stream.flush()
             os.fsync(stream.fileno())
-        os.replace(temporary, path)
+        if new:
+            os.link(temporary, path)
+            temporary.unlink()
+        else:
+            os.replace(temporary, path)
     except BaseException as error:
         with suppress(OSError):
             temporary.unlink()
+        if isinstance(error, FileExistsError) and new and path.is_file():
+            raise AlreadyThere(f"{path} has been written by another process meanwhile") from None
         if isinstance(error, OSError):
             raise LakeError(
                 f"{path} can't be written: {error.strerror or error}; nothing was changed, "
@@ -65,13 +75,13 @@ def write_atomic(path: Path, produce: Callable[[BinaryIO], None]) -> tuple[int, 
     return hashing.size, hashing.sha256.hexdigest()
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Writes a small file whole or not at all."""
+def write_bytes(path: Path, data: bytes, *, new: bool = False) -> None:
+    """Writes a small file whole or not at all; raises AlreadyThere where it must be `new` and isn't."""
 
     def produce(stream: BinaryIO) -> None:
         stream.write(data)
 
-    write_atomic(path, produce)
+    write_atomic(path, produce, new=new)
 
 
 def sync_directory(path: Path) -> None:
@@ -79,6 +89,17 @@ def sync_directory(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """Holds the operating-system lock of a folder, waiting for it: for a few short steps that must not interleave."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
     finally:
         os.close(handle)
 
@@ -104,9 +125,12 @@ def exclusive(path: Path, purpose: str) -> Iterator[None]:
                 f"{purpose} is in use by another process (pid {handle.read().strip() or 'unknown'}); "
                 f"wait for it or stop it, then run the same command again"
             ) from None
-        handle.truncate(0)
-        handle.write(str(os.getpid()))
-        handle.flush()
+        try:
+            handle.truncate(0)
+            handle.write(str(os.getpid()))
+            handle.flush()
+        except OSError as error:
+            raise LakeError(f"{path} can't be written: {error.strerror}; make room, then run again") from error
         _held.add(handle)
         try:
             yield

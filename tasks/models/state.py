@@ -8,6 +8,7 @@
     manifest.json            written last: bytes and SHA-256 of every file
 """
 
+import errno
 import hashlib
 import json
 import logging
@@ -18,11 +19,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from tasks.lake.storage import LakeError, sync_directory, write_bytes
 
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
@@ -51,8 +56,12 @@ def writing(folder: Path) -> Iterator[Path]:
         for inner in (p for p in temporary.rglob("*") if p.is_dir()):
             sync_directory(inner)
         _replace(folder, temporary)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, SafetensorError) or (isinstance(error, OSError) and error.errno in NO_ROOM):
+            raise LakeError(
+                f"{folder} can't be written: {error}; nothing was changed, make room, then run the same command again"
+            ) from error
         raise
 
 
@@ -60,7 +69,7 @@ def _replace(folder: Path, temporary: Path) -> None:
     if folder.exists():
         if not is_complete(folder):
             log.warning("%s: an incomplete learner state, replaced", folder)
-        shutil.rmtree(folder)
+        shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
     temporary.rename(folder)
     sync_directory(folder.parent)
 
@@ -77,18 +86,18 @@ def _sha256(path: Path) -> str:
 
 def is_complete(folder: Path) -> bool:
     """Whether a save of this folder finished and every file it lists is there in full length."""
-    manifest = folder / MANIFEST
-    if not manifest.exists():
+    try:
+        listed = json.loads((folder / MANIFEST).read_bytes())
+        return all((folder / n).stat().st_size == f["bytes"] for n, f in listed.items())
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # not there, or cut short
         return False
-    listed = json.loads(manifest.read_text())
-    return all((folder / n).exists() and (folder / n).stat().st_size == f["bytes"] for n, f in listed.items())
 
 
 def saved_versions(root: Path) -> list[int]:
     """The policy versions with a complete state below `root`, in order; incomplete ones are named in the log."""
     versions = []
     for folder in sorted(root.glob("[0-9]*")):
-        if is_complete(folder):
+        if folder.name.isdigit() and is_complete(folder):
             versions.append(int(folder.name))
         else:
             log.warning("%s: an incomplete learner state, set aside", folder)
@@ -103,12 +112,16 @@ def verify(folder: Path) -> None:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for name, sha256 in zip(listed, pool.map(lambda n: _sha256(folder / n), listed), strict=True):
             if sha256 != listed[name]["sha256"]:
-                raise LakeError(f"{folder / name} is not the file its manifest lists (SHA-256 differs)")
+                raise LakeError(
+                    f"{folder / name} is not the file its manifest lists (SHA-256 differs); restore it, or remove "
+                    f"{folder}, and the version is rebuilt from the stored experience"
+                )
 
 
 def prune(root: Path, keep: int) -> None:
-    """Removes all but the newest `keep` states. A state being removed is incomplete at once."""
-    for version in saved_versions(root)[:-keep]:
-        folder = root / f"{version:06d}"
-        (folder / MANIFEST).unlink()
-        shutil.rmtree(folder)
+    """Removes all but the newest `keep` states, incomplete older ones too. One being removed is incomplete at once."""
+    kept = saved_versions(root)[-keep:]
+    for folder in root.glob("[0-9]*"):
+        if folder.name.isdigit() and folder.is_dir() and kept and int(folder.name) < kept[0]:
+            (folder / MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(folder)
