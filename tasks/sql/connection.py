@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
+from typing import NamedTuple
 
 import duckdb
 import pyarrow as pa
@@ -22,7 +23,7 @@ from tasks.sql.snapshot import Snapshot, take
 MEMORY_LIMIT = "2GB"
 """What DuckDB may hold; a larger query spills to the temporary folder. Half of a small machine."""
 
-VIEWS = ("configs", "tokens", "heldout", "iterations", "health", "signals")
+VIEWS = ("configs", "tokens", "heldout", "iterations", "health", "signals", "lineage")
 """Views written in SQL, each after those it reads."""
 
 
@@ -36,18 +37,16 @@ def connect(lake: Path, run_id: str | None = None) -> duckdb.DuckDBPyConnection:
 
 def open_snapshot(snapshot: Snapshot) -> duckdb.DuckDBPyConnection:
     """A connection over the committed shards of a snapshot."""
-    paths: dict[str, list[str]] = {name: [] for name in TABLES}
-    empty: dict[str, list[str]] = {name: [] for name in TABLES}
-    for _, output, path in snapshot.outputs():
+    shards: dict[str, list[Shard]] = {name: [] for name in TABLES}
+    for entry, output, path in snapshot.outputs():
         if problem := foreign_schema(path, output):
             raise LakeError(problem)
-        (paths if output.rows else empty)[output.table].append(str(path))
+        shards[output.table].append(Shard(entry.run_id if entry.shared else None, output.rows == 0, str(path)))
 
     connection = duckdb.connect(":memory:", config=_settings())
     connection.execute("SET TimeZone = 'UTC'; SET enable_progress_bar = false")
     for name, table in TABLES.items():
-        # Empty shards last: DuckDB plans its threads by the first file.
-        connection.execute(_view(table, paths[name] + empty[name]))
+        connection.execute(_view(table, shards[name]))
     add_tables(connection, snapshot.tables())
     connection.execute(view_sql("macros"))
     for name in VIEWS:
@@ -74,16 +73,32 @@ def _settings() -> dict[str, str | bool | int | float | list[str]]:
     }
 
 
-def _view(table: Table, paths: list[str]) -> str:
-    columns = ", ".join(table.arrow.names)
-    if not paths:
+class Shard(NamedTuple):
+    """A file to read. `branch` is set where a branch shares it: its rows are then the branch's rows too."""
+
+    branch: str | None
+    empty: bool
+    path: str
+
+
+def _view(table: Table, shards: list[Shard]) -> str:
+    if not shards:
         typed = ", ".join(f"NULL::{duckdb_type(c.type)} AS {c.name}" for c in table.columns)
         return f"CREATE VIEW {table.name} AS SELECT {typed} WHERE false"
-    listed = ", ".join("'" + path.replace("'", "''") + "'" for path in paths)
-    return (
-        f"CREATE VIEW {table.name} AS SELECT {columns} "
-        f"FROM read_parquet([{listed}], hive_partitioning = false, union_by_name = false)"
-    )
+    own = [shard for shard in shards if shard.branch is None]
+    branches = sorted({shard.branch for shard in shards if shard.branch is not None})
+    selects = [_select(table, own, "run_id")] if own else []
+    for branch in branches:
+        selects.append(_select(table, [s for s in shards if s.branch == branch], f"'{branch}' AS run_id"))
+    return f"CREATE VIEW {table.name} AS " + "\nUNION ALL\n".join(selects)
+
+
+def _select(table: Table, shards: list[Shard], run_id: str) -> str:
+    columns = ", ".join(run_id if name == "run_id" else name for name in table.arrow.names)
+    # Empty shards last: DuckDB plans its threads by the first file.
+    ordered = sorted(shards, key=lambda shard: shard.empty)
+    listed = ", ".join("'" + shard.path.replace("'", "''") + "'" for shard in ordered)
+    return f"SELECT {columns} FROM read_parquet([{listed}], hive_partitioning = false, union_by_name = false)"
 
 
 def duckdb_type(type: pa.DataType) -> str:

@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 
 from schemas import TABLES
 from schemas.columns import BOOL, INT64, ITERATION, RUN_ID, STRING, Column, Table
-from schemas.manifest import Manifest, Output
+from schemas.manifest import Output
 from tasks.lake.digest import content_digest
 from tasks.lake.shards import foreign_schema, schema_difference
-from tasks.sql.snapshot import STAGE, Snapshot, arrow_table
+from tasks.sql.snapshot import STAGE, Entry, Snapshot, arrow_table
 
 FILES = Table(
     name="files",
@@ -50,10 +50,10 @@ def inspect(snapshot: Snapshot) -> pa.Table:
     listed = list(snapshot.outputs())
     with ThreadPoolExecutor(THREADS) as pool:
         rows = list(pool.map(lambda entry: _inspect(snapshot.lake, *entry), listed))
-    for manifest in snapshot.manifests:
-        names = {"manifest.json", "attempts"} | {o.path for o in manifest.outputs}
-        strays = sorted(p for p in snapshot.folder(manifest).iterdir() if p.name not in names)
-        rows += [_row(snapshot.lake, manifest, path, listed=False) for path in strays]
+    for entry in snapshot.entries:
+        names = {"manifest.json", "attempts"} | {o.path for o in entry.manifest.outputs}
+        strays = sorted(p for p in entry.folder.iterdir() if p.name not in names)
+        rows += [_row(snapshot.lake, entry, path, listed=False) for path in strays]
     return arrow_table(FILES, [tuple(row.get(c.name) for c in FILES.columns) for row in rows])
 
 
@@ -66,15 +66,16 @@ def unreadable(files: pa.Table) -> set[tuple[str, int]]:
     return set(zip(broken["run_id"].to_pylist(), broken["iteration"].to_pylist(), strict=True))
 
 
-def _row(lake: Path, manifest: Manifest, path: Path, **found: Any) -> dict[str, Any]:
+def _row(lake: Path, entry: Entry, path: Path, **found: Any) -> dict[str, Any]:
+    run_id, iteration, stage = entry.place
     place = path.relative_to(lake).as_posix()
-    return {"run_id": manifest.run_id, "iteration": manifest.iteration, "stage": manifest.stage, "path": place} | found
+    return {"run_id": run_id, "iteration": iteration, "stage": stage, "path": place} | found
 
 
-def _inspect(lake: Path, manifest: Manifest, output: Output, path: Path) -> dict[str, Any]:
+def _inspect(lake: Path, entry: Entry, output: Output, path: Path) -> dict[str, Any]:
     row = _row(
         lake,
-        manifest,
+        entry,
         path,
         listed=True,
         table_name=output.table,

@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 
 from schemas.columns import INT32, INT64, ITERATION, RUN_ID, STRING, Column, Table
-from schemas.manifest import Manifest, Output, canonical
+from schemas.manifest import Manifest, Output, StageName, canonical
 from tasks.lake.runs import Run, RunRecord, open_run
 
 FLOAT64 = pa.float64()
@@ -24,6 +24,7 @@ STAGES = Table(
         RUN_ID,
         ITERATION,
         STAGE,
+        Column("home_run_id", STRING, "the run that committed it: of a branch, its parent for what they share"),
         Column("attempt", INT32, "which attempt committed, from 1"),
         Column("policy_version_in", INT32, "policy version the stage worked at"),
         Column("policy_version_out", INT32, "policy version after the stage"),
@@ -100,43 +101,54 @@ MANIFEST_TABLES = {t.name: t for t in (STAGES, INPUTS, OUTPUTS, SETTINGS)}
 
 
 @dataclass(frozen=True)
+class Entry:
+    """A committed stage as part of a run: of a branch too, where it lies in the folder of an ancestor."""
+
+    run_id: str
+    manifest: Manifest
+    folder: Path
+
+    @property
+    def shared(self) -> bool:
+        return self.run_id != self.manifest.run_id
+
+    @property
+    def place(self) -> tuple[str, int, StageName]:
+        return self.run_id, self.manifest.iteration, self.manifest.stage
+
+
+@dataclass(frozen=True)
 class Snapshot:
-    """The manifests of some runs of a lake, in order, and the configurations of those runs."""
+    """The committed stages of some runs of a lake, in order, and the configurations of those runs."""
 
     lake: Path
-    manifests: tuple[Manifest, ...]
+    entries: tuple[Entry, ...]
     records: dict[str, dict[int, RunRecord]]
 
-    def folder(self, manifest: Manifest) -> Path:
-        return Run(self.lake, manifest.run_id).stage_folder(manifest.iteration, manifest.stage)
-
-    def outputs(self) -> Iterator[tuple[Manifest, Output, Path]]:
-        """Every listed shard with the manifest that lists it and its place."""
-        for manifest in self.manifests:
-            folder = self.folder(manifest)
-            for output in manifest.outputs:
-                yield manifest, output, folder / output.path
+    def outputs(self) -> Iterator[tuple[Entry, Output, Path]]:
+        """Every listed shard with the stage that lists it and its place."""
+        for entry in self.entries:
+            for output in entry.manifest.outputs:
+                yield entry, output, entry.folder / output.path
 
     def without(self, iterations: set[tuple[str, int]]) -> "Snapshot":
         """The same without some (run_id, iteration)."""
-        kept = tuple(m for m in self.manifests if (m.run_id, m.iteration) not in iterations)
+        kept = tuple(e for e in self.entries if (e.run_id, e.manifest.iteration) not in iterations)
         return Snapshot(self.lake, kept, self.records)
 
     def tables(self) -> dict[str, pa.Table]:
         """The tables made of manifests and configurations, by name."""
         rows = {
-            STAGES.name: [_stage(m) for m in self.manifests],
+            STAGES.name: [_stage(e) for e in self.entries],
             INPUTS.name: [
-                (m.run_id, m.iteration, m.stage, i.run_id, i.iteration, i.stage, i.digest)
-                for m in self.manifests
-                for i in m.inputs
+                (*e.place, i.run_id, i.iteration, i.stage, i.digest) for e in self.entries for i in e.manifest.inputs
             ],
             OUTPUTS.name: [
                 (
-                    *(m.run_id, m.iteration, m.stage, o.table, path.relative_to(self.lake).as_posix()),
+                    *(*e.place, o.table, path.relative_to(self.lake).as_posix()),
                     *(o.rows, o.bytes, o.sha256, o.content_digest, o.fingerprint),
                 )
-                for m, o, path in self.outputs()
+                for e, o, path in self.outputs()
             ],
             SETTINGS.name: [
                 (run_id, first, key, value)
@@ -156,13 +168,19 @@ def take(lake: Path, run_id: str | None = None, iteration: int | None = None) ->
     lake = lake.absolute()
     runs = [] if run_id else [Run(lake, p.parent.name) for p in sorted(lake.glob("runs/*/configs"))]
     runs = runs or [open_run(lake, run_id)]
-    manifests = tuple(m for run in runs for m in run.manifests() if iteration in (None, m.iteration))
-    return Snapshot(lake, manifests, {run.run_id: run.records() for run in runs})
+    entries = tuple(
+        Entry(run.run_id, m, run.stage_folder(m.iteration, m.stage))
+        for run in runs
+        for m in run.manifests()
+        if iteration in (None, m.iteration)
+    )
+    return Snapshot(lake, entries, {run.run_id: run.records() for run in runs})
 
 
-def _stage(m: Manifest) -> tuple[Any, ...]:
+def _stage(entry: Entry) -> tuple[Any, ...]:
+    m = entry.manifest
     return (
-        *(m.run_id, m.iteration, m.stage, m.attempt, m.policy_version_in, m.policy_version_out),
+        *(*entry.place, m.run_id, m.attempt, m.policy_version_in, m.policy_version_out),
         *(sum(o.rows for o in m.outputs), len(m.outputs), sum(o.bytes for o in m.outputs)),
         *(m.rows_used, sum(m.rows_dropped.values()), canonical(m.rows_dropped)),
         *(m.started_at, m.ended_at, m.seconds, m.key, canonical(m.key_parts), m.digest, canonical(m.facts)),

@@ -8,6 +8,6 @@ SELECT i.run_id, i.iteration, i.stage AS subject,
     END AS detail
 FROM inputs AS i
 LEFT JOIN stages AS s
-    ON s.run_id = i.input_run_id AND s.iteration = i.input_iteration AND s.stage = i.input_stage
+    ON s.run_id = i.run_id AND s.iteration = i.input_iteration AND s.stage = i.input_stage
 WHERE s.digest <> i.input_digest
-    OR (s.digest IS NULL AND (i.input_run_id, i.input_iteration) IN (SELECT run_id, iteration FROM stages))
+    OR (s.digest IS NULL AND (i.run_id, i.input_iteration) IN (SELECT run_id, iteration FROM stages))
