@@ -1,9 +1,7 @@
 """The `rollbook` command. Each error says what was wrong, where, and what to do, and exits non-zero."""
 
 import logging
-import os
 import sys
-import warnings
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -13,6 +11,10 @@ import typer
 
 from flows import query
 from flows.diagnosis import diagnose
+from flows.printing import quiet_engines
+from flows.replay import replay
+from flows.rerun import rerun
+from flows.trace import trace
 from schemas import config as configuration
 from tasks.lake.runs import default_lake
 
@@ -41,14 +43,7 @@ def run(
     overrides += [f"run.id={run_id!r}"] if run_id is not None else []
     overrides += [f"run.iterations={iterations}"] if iterations is not None else []
     resolved = configuration.load(config, tuple(overrides))
-    # Their start-up chatter would break the live bar; whoever wants it sets these variables.
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    warnings.simplefilter("ignore", FutureWarning)
-    logging.getLogger("torch").setLevel(logging.ERROR)
+    quiet_engines()
     # Prefect, torch and the engines are imported by the command that needs them, so that the others answer at once.
     from flows.run_display import run_with_display
 
@@ -72,7 +67,8 @@ def _reporting_errors(command: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-for function in (run, query.status, query.sql, query.schema, query.audit, diagnose):
+COMMANDS = (run, query.status, query.sql, query.schema, query.audit, diagnose, trace, replay, rerun)
+for function in COMMANDS:
     app.command()(_reporting_errors(function))
 
 

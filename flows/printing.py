@@ -2,8 +2,11 @@
 
 import csv
 import json
+import logging
 import math
+import os
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
@@ -24,6 +27,17 @@ TABLE_ROWS = 200
 
 def make_console() -> Console:
     return Console() if sys.stdout.isatty() else Console(width=WIDTH)
+
+
+def quiet_engines() -> None:
+    """Silences the start-up chatter of engines, which would break tables and bars; who wants it sets the variables."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    warnings.simplefilter("ignore", FutureWarning)
+    logging.getLogger("torch").setLevel(logging.ERROR)
 
 
 def plain(value: Any) -> Any:

@@ -6,6 +6,7 @@ exactly what can change its output.
 
 import difflib
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -390,6 +391,14 @@ def _given_in_vain(config: Config) -> list[str]:
         for key, why in unread.items()
         if key.split(".")[1] in getattr(config, key.split(".")[0]).model_fields_set
     ]
+
+
+def override(config: Config, overrides: Sequence[str]) -> Config:
+    """The configuration with `a.b=c` applied. Raises ConfigError as `parse` does."""
+    raw = config.model_dump(mode="json")
+    for each in overrides:
+        _apply(raw, each)
+    return parse(raw, ", ".join(f"--set {each}" for each in overrides))
 
 
 def _apply(raw: dict[str, Any], override: str) -> None:
