@@ -20,7 +20,7 @@ def run_with_display(lake: Path, config: Config, *, change_config: bool) -> None
     console = Console(stderr=True)
     run = prepare(lake, config, change_config=change_config)
     with prefect_api(), _live(console, config.run.iterations):
-        training(str(lake), run.run_id, config.run.iterations)
+        training(str(lake.absolute()), run.run_id, config.run.iterations)
     query.print_iterations(lake, run.run_id)
     query.print_suggestions(lake, run.run_id)
 

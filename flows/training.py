@@ -7,6 +7,7 @@ from prefect import flow
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 
 from flows.iteration import iteration
+from flows.reconcile import mark_the_dead
 from schemas.config import Config, ConfigError
 from schemas.manifest import StageName
 from tasks.engines.warm import resources, warm
@@ -23,6 +24,7 @@ def training(lake: str, run_id: str, iterations: int) -> int:
     """Brings a run to `iterations` iterations, from wherever the lake says it stands. Returns how many it ran."""
     run = Run(Path(lake), run_id)
     with run.lock(), resources():
+        mark_the_dead(lake, run_id)
         first = run.next_iteration()
         if first < iterations:
             warm(At(lake, run_id, first)).reward_scorers()  # one that can't be imported fails before any work is done

@@ -2,7 +2,9 @@
 reference and the critic make of it, at the version that sampled it."""
 
 import json
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,7 +102,7 @@ def _score(staging: Staging, held: Warm) -> Result:
     models = [s for s in scorers if s.source.kind is RewardKind.MODEL]
     items = _items(rollouts, staging.read("prompts"))
     report(StageName.SCORE, 0, rollouts.num_rows)
-    with ThreadPoolExecutor(max_workers=len(scorers)) as pool:
+    with ThreadPoolExecutor(max_workers=len(scorers)) as pool, _closed_on_failure(functions):
         running = [pool.submit(_by_sample, s, items) for s in functions]
         scores = {s.source.name: _by_sample(s, items) for s in models}
         wait(running, PATIENCE_SECONDS)
@@ -113,6 +115,17 @@ def _score(staging: Staging, held: Warm) -> Result:
         forwards = _run_forwards(rollouts, dropped, staging, held)
     _write(staging, held, rollouts, scores, forwards)
     return Result(rows_used=rollouts.num_rows, facts={s.source.name: s.facts for s in scorers})
+
+
+@contextmanager
+def _closed_on_failure(scorers: list[RewardScorer]) -> Iterator[None]:
+    """Ends calls that still run where the block fails or is interrupted, so that nobody waits for one that hangs."""
+    try:
+        yield
+    except BaseException:
+        for scorer in scorers:
+            scorer.close()
+        raise
 
 
 def _items(rollouts: pa.Table, prompts: pa.Table) -> list[Item]:

@@ -41,6 +41,7 @@ class FunctionScorer:
         self.source = source
         self._worker: _Worker | None = _Worker(source)
         self._sha256 = self._worker.sha256
+        self._closed = False
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -53,15 +54,19 @@ class FunctionScorer:
             if self._worker is None:
                 self._worker = _Worker(self.source)
                 self._sha256 = self._worker.sha256
+            if self._closed:
+                self._worker.stop()
+                raise FunctionError(f"reward {self.source.name!r} was closed while it scored")
             scores += self._worker.score(items[len(scores) :])
             if self._worker.process.returncode is not None:
                 self._worker = None
         return scores
 
     def close(self) -> None:
-        if self._worker is not None:
-            self._worker.stop()
-            self._worker = None
+        """Ends the process; a call of `score` in another thread ends with a FunctionError."""
+        self._closed = True
+        if (worker := self._worker) is not None:
+            worker.stop()
 
 
 class _Worker:
@@ -124,13 +129,13 @@ class _Worker:
 
     def stop(self) -> None:
         """Ends the process and everything it started."""
-        self.connection.close()
         self.process.terminate()
         try:
             self.process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        self.connection.close()
 
     def _end(self) -> str:
         """Stops what is left, and says how the process ended."""

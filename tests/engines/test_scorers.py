@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,19 @@ made[0].score([Item("s", "p", "hang", [], [], {{"pids": "{tmp_path}/pids"}})])
     parent.wait()
     parent.stdout.close()
     assert gone(sorted({*pids, *(int(pid) for pid in (tmp_path / "pids").read_text().split())}))
+
+
+def test_s68_closing_ends_a_call_that_hangs_in_another_thread(
+    scorer: Callable[..., FunctionScorer], tmp_path: Path
+) -> None:
+    hanging = scorer("hang", timeout=99)
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(hanging.score, items("hang", "fine", pids=str(tmp_path / "pids")))
+        while not (tmp_path / "pids").exists():
+            time.sleep(0.02)
+        hanging.close()
+        with pytest.raises(FunctionError, match="closed while it scored"):
+            running.result(10)
 
 
 def test_the_process_is_kept_warm_and_the_overhead_small(scorer: Callable[..., FunctionScorer]) -> None:
