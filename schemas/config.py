@@ -5,16 +5,18 @@ exactly what can change its output.
 """
 
 import difflib
+import math
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from schemas.experience import Estimator
 from schemas.ids import RunId
 from schemas.rewards import RewardKind
+from schemas.updates import Objective
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -180,9 +182,14 @@ class AdvantagesSection(Section):
     estimator: Estimator = Field(Estimator.GAE, description="how advantages are made; all but gae do without a critic")
     gamma: UnitFloat = 1.0
     lam: UnitFloat = Field(0.95, description="lambda of GAE")
-    kl_in: Literal["reward"] = Field("reward", description="where the KL to the reference is penalised")
-    kl_coef: NonNegativeFloat = Field(0.05, description="beta of r[t] = -beta * kl[t]; where a controller starts")
-    kl_estimator: Literal["k1", "k2", "k3"] = Field("k1", description="estimator of the penalised KL")
+    kl_in: Literal["reward", "loss"] = Field(
+        "reward",
+        description="where the KL to the reference is penalised: r[t] -= beta * kl[t], or loss += beta * mean(kl)",
+    )
+    kl_coef: NonNegativeFloat = Field(0.05, description="beta of the penalty; where a controller starts")
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(
+        "k1", description='estimator of the penalised KL; kl_in = "loss" needs k2 or k3'
+    )
     kl_controller: Literal["fixed", "proportional", "doubling"] = Field(
         "fixed", description="how beta follows the observed KL from iteration to iteration"
     )
@@ -219,6 +226,15 @@ class AdvantagesSection(Section):
         return self
 
     @model_validator(mode="after")
+    def _penalises_what_has_a_gradient(self) -> "AdvantagesSection":
+        if self.kl_in == "loss" and self.kl_estimator == "k1":
+            raise ValueError(
+                'advantages.kl_in = "loss" needs advantages.kl_estimator = "k2" (gradient of KL(policy || reference)) '
+                'or "k3" (as in GRPO): the gradient of k1 is 0 on average, whatever the reference'
+            )
+        return self
+
+    @model_validator(mode="after")
     def _steers_with_what_its_controller_needs(self) -> "AdvantagesSection":
         needs = {"fixed": (), "proportional": ("kl_target", "kl_horizon"), "doubling": ("kl_target",)}
         controller = f'advantages.kl_controller = "{self.kl_controller}"'
@@ -236,6 +252,13 @@ class AdvantagesSection(Section):
         return self
 
 
+def _a_number_or_two(given: Any) -> Any:
+    numbers = given if isinstance(given, (list, tuple)) and len(given) == 2 else [given]
+    if not all(isinstance(x, (int, float)) and not isinstance(x, bool) and 0 < x < math.inf for x in numbers):
+        raise ValueError(f"must be a number above 0, or two of them as [low, high], not {given!r}")
+    return given
+
+
 class TrainSection(Section):
     """The PPO update."""
 
@@ -246,19 +269,52 @@ class TrainSection(Section):
     )
     actor_lr: NonNegativeFloat = 1e-6
     critic_lr: NonNegativeFloat = 1e-5
-    warmup_steps: NonNegativeInt = Field(0, description="optimizer steps over which both learning rates rise from 0")
+    warmup_steps: NonNegativeInt = Field(0, description="optimizer steps over which each learning rate rises from 0")
+    critic_warmup_iterations: NonNegativeInt = Field(
+        0, description="first iterations, which train the critic alone; each makes a version with the same policy"
+    )
     weight_decay: NonNegativeFloat = 0.0
     adam_betas: tuple[UnitFloat, UnitFloat] = (0.9, 0.999)
     adam_eps: PositiveFloat = 1e-8
     actor_grad_clip: PositiveFloat = Field(1.0, description="largest gradient norm of the actor")
     critic_grad_clip: PositiveFloat = Field(1.0, description="largest gradient norm of the critic")
-    clip: PositiveFloat = Field(0.2, description="epsilon of the clipped surrogate")
+    objective: Objective = Field(Objective.CLIP, description="what the policy's step minimises")
+    ratio: Literal["token", "sequence"] = Field(
+        "token", description="each token's own ratio, or at every token the geometric mean over its response (GSPO)"
+    )
+    clip: Annotated[float | tuple[float, float], BeforeValidator(_a_number_or_two)] = Field(
+        0.2, description="epsilon of the clipped surrogate, or [low, high]: the range is 1 - low to 1 + high"
+    )
+    dual_clip: PositiveFloat | None = Field(
+        None, description='objective = "dual_clip": ratio above which a negative advantage has no gradient'
+    )
+    entropy_coef: NonNegativeFloat = Field(
+        0.0, description="weight of the sampled distribution's exact entropy, subtracted from the loss"
+    )
     value_clip: PositiveFloat | None = Field(0.2, description="range of the value clipping; unset for none")
     target_kl: PositiveFloat | None = Field(None, description="stop the iteration's updates above this approximate KL")
     loss_reduction: Literal["token", "sequence"] = "token"
     zero_stage: Literal[0, 1, 2, 3] = Field(0, description="DeepSpeed ZeRO stage")
     gradient_checkpointing: bool = False
     record_tokens: bool = Field(False, description="write token_updates")
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """epsilon below and above a ratio of 1."""
+        return self.clip if isinstance(self.clip, tuple) else (self.clip, self.clip)
+
+    @model_validator(mode="after")
+    def _has_what_its_objective_needs(self) -> "TrainSection":
+        objective = f'train.objective = "{self.objective}"'
+        if self.objective is Objective.DUAL_CLIP:
+            lowest = 1 + self.clip_range[1]
+            if self.dual_clip is None or self.dual_clip <= lowest:
+                raise ValueError(f"{objective} needs train.dual_clip, a number above 1 + train.clip = {lowest:g}")
+        elif self.dual_clip is not None:
+            raise ValueError(f'{objective} has no use for train.dual_clip; remove it, or set objective = "dual_clip"')
+        if self.objective is Objective.REINFORCE and self.ratio == "sequence":
+            raise ValueError(f'{objective} has no ratio; leave train.ratio at "token", or use "importance"')
+        return self
 
 
 class SyncSection(Section):
@@ -375,8 +431,8 @@ def _given_in_vain(config: Config) -> list[str]:
     unread: dict[str, str] = {}
     estimator = f'advantages.estimator = "{advantages.estimator}"'
     if not advantages.estimator.has_critic:
-        keys = ("models.critic", "train.critic_lr", "train.critic_grad_clip", "train.value_clip")
-        unread |= dict.fromkeys(keys, f"{estimator} has no critic")
+        keys = ("critic_lr", "critic_grad_clip", "critic_warmup_iterations", "value_clip")
+        unread |= dict.fromkeys(("models.critic", *(f"train.{key}" for key in keys)), f"{estimator} has no critic")
         unread["advantages.lam"] = f"{estimator} is not GAE"
     if advantages.estimator.has_baseline:
         unread["advantages.gamma"] = f"{estimator} gives all tokens of a response the same advantage"

@@ -81,13 +81,16 @@ TABLE = Table(
         _tokens("continuation_mask", BOOL, "true where the next advantage is carried back"),
         _tokens("old_logp", FLOAT32, "the log-probability in the ratio's denominator", unit="nats"),
         _tokens("sampled_kl", FLOAT32, "k1 = old_logp - ref_logp, signed", unit="nats"),
-        _tokens("shaped_reward", FLOAT32, "r[t] = -beta * kl[t] + outcome at score_index, kl as kl_estimator says"),
+        _tokens(
+            "shaped_reward", FLOAT32, "r[t] = -beta * kl[t] + outcome at score_index; without kl where kl_in is loss"
+        ),
         _tokens("old_value", FLOAT32, "V[t] when the response was scored; null without a critic", nullable=True),
         _tokens("raw_advantage", FLOAT32, "A[t] before whitening"),
         _tokens("advantage", FLOAT32, "A[t] as trained on, before whitening by minibatch"),
         _tokens("returns", FLOAT32, "A[t] + V[t], built before whitening; null without a critic", nullable=True),
+        Column("kl_in", STRING, "where the KL is penalised: in the shaped reward, or in the learner's loss", enum=True),
         Column("kl_coef_used", FLOAT32, "beta of this row"),
-        Column("kl_estimator", STRING, "estimator of the KL in shaped_reward: k1, k2 or k3, of sampled_kl", enum=True),
+        Column("kl_estimator", STRING, "estimator of the penalised KL: k1, k2 or k3, of sampled_kl", enum=True),
         _outcome("outcome_raw", "weighted sum of the reward sources"),
         _outcome("outcome_scaled", "the same, clipped and normalised as [outcome] says"),
         _outcome("eos_penalty", "what the missing end changed: -penalty, or -penalty - outcome_scaled to replace it"),

@@ -20,7 +20,7 @@ TABLE = Table(
         Column("step", INT32, "step within the iteration, from 0"),
         SAMPLE_ID,
         _tokens("new_logp", FLOAT32, "log-probability under the current policy", "nats"),
-        _tokens("ratio", FLOAT32, "exp(new_logp - old_logp)"),
+        _tokens("ratio", FLOAT32, "exp(new_logp - old_logp), or its mean over the response: updates.ratio_level"),
         _tokens("clipped", BOOL, "the clipped branch was chosen"),
         _tokens("entropy", FLOAT32, "entropy of the sampled distribution", "nats"),
         _tokens("value", FLOAT32, "critic output before the step; null without a critic", nullable=True),

@@ -1,6 +1,8 @@
 """updates: one row an optimizer step. A metric is null where the step was not taken or gave no finite number, and one
 of the critic where there is no critic."""
 
+from enum import StrEnum
+
 from schemas.columns import (
     BOOL,
     FLOAT32,
@@ -12,6 +14,15 @@ from schemas.columns import (
     Table,
     ragged,
 )
+
+
+class Objective(StrEnum):
+    """What the policy's step minimises."""
+
+    CLIP = "clip"
+    DUAL_CLIP = "dual_clip"
+    IMPORTANCE = "importance"
+    REINFORCE = "reinforce"
 
 
 def _number(name: str, meaning: str, unit: str = "", *, volatile: bool = False) -> Column:
@@ -32,18 +43,26 @@ TABLE = Table(
         Column("minibatch", INT32, "minibatch within the epoch, from 0"),
         Column("sample_ids", ragged(STRING), "the samples of the minibatch, in training order", shape="[num_samples]"),
         Column("tokens", INT32, "action tokens in the minibatch", unit="tokens"),
-        _number("policy_loss", "clipped surrogate loss"),
+        Column("objective", STRING, "name of the policy's loss: train.objective", enum=True),
+        Column("ratio_level", STRING, "whose ratio the objective uses: token, or sequence (geometric mean)", enum=True),
+        _number("policy_loss", "loss of the objective"),
+        _number("kl_loss", "beta * mean KL to the reference as added to the loss; null where kl_in is reward"),
+        _number("entropy_bonus", "train.entropy_coef * mean entropy as subtracted from the loss; null without one"),
         _number("value_loss", "value loss, clipped where configured"),
         _number("entropy", "mean entropy of the sampled distribution over action tokens", "nats"),
-        _number("ratio_mean", "mean of exp(new_logp - old_logp) over action tokens"),
+        _number("ratio_mean", "mean over action tokens of the ratio exp(new_logp - old_logp), at ratio_level"),
         _number("ratio_std", "population standard deviation of the ratio"),
         _number("ratio_min", "smallest ratio"),
         _number("ratio_max", "largest ratio"),
+        _number("ratio_p01", "1st percentile of the ratio, interpolated"),
+        _number("ratio_p99", "99th percentile of the ratio, interpolated"),
         _number("ratio_outside_fraction", "share of tokens whose ratio lies outside the clip range"),
         _number("clip_fraction", "share of tokens for which the clipped branch was chosen"),
         _number("value_clip_fraction", "share of tokens for which the clipped value loss was chosen"),
         _number("approx_kl", "approximate KL(old || new) before the step", "nats"),
         Column("approx_kl_estimator", STRING, "name of the estimator: k1, k2 or k3", enum=True),
+        _number("ref_kl_mean", "mean of k1 = new_logp - ref_logp over action tokens before the step, signed", "nats"),
+        _number("ref_kl_max", "largest k1 = new_logp - ref_logp of an action token before the step", "nats"),
         _number("explained_variance", "1 - var(returns - value) / var(returns)"),
         _number("return_variance", "var(returns), the denominator of explained_variance"),
         _number("actor_grad_norm", "gradient norm of the actor before clipping"),

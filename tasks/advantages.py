@@ -268,7 +268,8 @@ def _rewarded(samples: pa.Table, given: _Settings) -> _Rewarded:
     sampled_kl = token_kl(old_logp, ref_logp, masks.action, KlEstimator.K1).kl
     estimator = KlEstimator(config.advantages.kl_estimator)
     kl = sampled_kl if estimator is KlEstimator.K1 else token_kl(old_logp, ref_logp, masks.action, estimator).kl
-    reward = shaped_rewards(rows, masks, kl, outcome.final, kl_coef=given.kl_coef)
+    kl_coef = given.kl_coef if config.advantages.kl_in == "reward" else 0.0
+    reward = shaped_rewards(rows, masks, kl, outcome.final, kl_coef=kl_coef)
     return _Rewarded(rows, masks, old_logp, sampled_kl, known, outcome, reward)
 
 
@@ -355,6 +356,7 @@ def _experience(samples: pa.Table, given: _Settings) -> _Block:
         "estimator": _constant(settings.estimator, len(acts)),
         "response_len": samples["response_len"],
         "score_index": pa.array(masks.score_index.int().numpy(), mask=~acts.numpy()),
+        "kl_in": _constant(settings.kl_in, len(acts)),
         "kl_coef_used": np.full(len(acts), given.kl_coef, np.float32),
         "kl_estimator": _constant(settings.kl_estimator, len(acts)),
         "outcome_raw": samples["outcome_raw"].cast(pa.float32()),

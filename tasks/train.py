@@ -10,6 +10,8 @@ from tasks.engines.warm import warm
 from tasks.models.state import prune
 from tasks.stage import At, Committed, Result, Staging, run_stage
 
+ADVANTAGES_READ = {"estimator", "whiten", "kl_in", "kl_estimator", *KL_CONTROL}
+
 
 def train(at: At, rollouts: Committed, experience: Committed) -> Committed:
     """Writes `updates`, one row an optimizer step, and `token_updates` where `train.record_tokens` asks for it.
@@ -22,7 +24,7 @@ def train(at: At, rollouts: Committed, experience: Committed) -> Committed:
         "train": config.train.model_dump(mode="json"),
         "models": config.models.model_dump(mode="json"),
         "temperature": config.rollout.temperature,
-        "advantages": config.advantages.model_dump(mode="json", include={"estimator", "whiten", *KL_CONTROL}),
+        "advantages": config.advantages.model_dump(mode="json", include=ADVANTAGES_READ),
         "outcome": config.outcome.model_dump(mode="json", include={"clip", "clip_at"}),
     }
     update = run_stage(

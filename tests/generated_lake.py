@@ -245,6 +245,8 @@ def _write_iteration(at: At, config: Config, point: Point, vocabulary: int) -> N
             "ratio_max": [1.0, point.ratio_max],
             "approx_kl": [0.0, point.approx_kl],
             "approx_kl_estimator": ["k3", "k3"],
+            "objective": ["clip", "clip"],
+            "ratio_level": ["token", "token"],
             "explained_variance": [point.explained_variance, point.explained_variance],
             "return_variance": [point.return_variance, point.return_variance],
             "skipped": [False, False],

@@ -38,9 +38,10 @@ from tasks.models.loading import (
 from tasks.models.samples import resolve
 from tasks.models.sequences import Batch, RowIndices, Sequences, batch, layout, ragged
 from tasks.models.weights import tensors_digest
-from tasks.ppo.kl import KlEstimator
-from tasks.ppo.losses import clipped_policy_loss, loss_denominator, reduce_loss, value_loss
-from tasks.ppo.metrics import approx_kl, explained_variance, masked_mean, ratio_metrics
+from tasks.ppo.kl import KlEstimator, reference_kl_loss
+from tasks.ppo.losses import PolicyLoss, loss_denominator, reduce_loss, value_loss
+from tasks.ppo.metrics import approx_kl, explained_variance, masked_mean, ratio_metrics, ref_kl
+from tasks.ppo.objectives import policy_loss
 from tasks.ppo.whitening import moments, whiten
 from tasks.progress import report
 
@@ -70,6 +71,7 @@ class _Experience:
     action_mask: list[np.ndarray]
     value_mask: list[np.ndarray]
     old_logp: list[np.ndarray]
+    sampled_kl: list[np.ndarray]
     advantage: list[np.ndarray]
     importance_weight: list[float]
     old_value: list[np.ndarray] = field(default_factory=list)
@@ -77,7 +79,7 @@ class _Experience:
 
     @classmethod
     def from_table(cls, experience: pa.Table, has_critic: bool) -> "_Experience":
-        names = ["action_mask", "value_mask", "old_logp", "advantage"]
+        names = ["action_mask", "value_mask", "old_logp", "sampled_kl", "advantage"]
         names += ["old_value", "returns"] if has_critic else []
         columns = {name: ragged(experience, name) for name in names}
         return cls(**columns, importance_weight=experience.column("importance_weight").to_pylist())
@@ -98,19 +100,33 @@ class _Experience:
 
 @dataclass
 class _Seen:
-    """What one micro-batch's forwards gave, [N] each, before the step. Plain numbers, no graph."""
+    """What one micro-batch's forwards gave, [N] each, before the step, and its part of each of the policy's losses.
+    Plain numbers, no graph."""
 
     rows: Batch
     new_logp: Tensor
     entropy: Tensor
     ratio: Tensor
     clipped: Tensor
-    policy_loss: float
+    losses: dict[str, float]
     critic: "_SeenCritic | None"
 
     @property
     def finite(self) -> bool:
-        return math.isfinite(self.policy_loss) and (self.critic is None or math.isfinite(self.critic.loss))
+        return all(map(math.isfinite, self.losses.values())) and (
+            self.critic is None or math.isfinite(self.critic.loss)
+        )
+
+
+@dataclass(frozen=True)
+class _Minibatch:
+    """What the micro-batches of a minibatch share. `actions` and `values` are the denominators of its losses."""
+
+    data: _Experience
+    actions: int
+    values: int
+    config: Config
+    critic_only: bool
 
 
 @dataclass
@@ -201,10 +217,12 @@ class Learner:
         """Trains on the rows that aren't dropped: epochs of seeded minibatches, one optimizer step each.
 
         Stops before the first step whose approximate KL passes `train.target_kl`. A minibatch whose loss or gradient is
-        not finite is skipped: weights and moments stay as they are. The version rises where a step was applied.
+        not finite is skipped: weights and moments stay as they are. The version rises where a step was applied, be it
+        to the critic alone (`train.critic_warmup_iterations`): it names the whole state.
         """
         sequences, data, kept, sample_ids = _join(rollouts, experience, self.critic is not None)
         train = config.train
+        critic_only = iteration < train.critic_warmup_iterations
         result = Update(token_updates=_no_rows(token_updates.TABLE) if train.record_tokens else None)
         done, total = 0, len(kept) * train.epochs
         step = 0
@@ -222,9 +240,9 @@ class Learner:
                     "sample_ids": [sample_ids[i] for i in rows],
                 }
                 own = data.whitened(rows) if config.advantages.whiten == "minibatch" else data
-                seen = self._accumulate(sequences, own, micros, train)
+                seen = self._accumulate(sequences, own, micros, config, critic_only)
                 row |= _metrics(seen, own, rows, train)
-                row |= self._apply(seen, row["approx_kl"], train)
+                row |= self._apply(seen, row["approx_kl"], train, critic_only)
                 result.applied += row["applied"]
                 row["seconds"] = time.perf_counter() - started
                 del row["applied"]
@@ -247,101 +265,111 @@ class Learner:
         return result
 
     def _accumulate(
-        self, sequences: Sequences, data: _Experience, micros: list[RowIndices], train: TrainSection
+        self, sequences: Sequences, data: _Experience, micros: list[RowIndices], config: Config, critic_only: bool
     ) -> list[_Seen]:
         """Adds up the gradients of a minibatch, micro-batch by micro-batch, under one denominator each."""
+        train = config.train
         batches = [batch(sequences, rows, device()) for rows in micros]
         masks = [[b.padded(data.tokens(n, b.rows)) for b in batches] for n in ("action_mask", "value_mask")]
         actions, values = (sum(loss_denominator(m, train.loss_reduction) for m in of_kind) for of_kind in masks)
+        minibatch = _Minibatch(data, actions, values, config, critic_only)
         seen = []
         keep_casts = autocast(self.policy.dtype if train.zero_stage < 3 else torch.float32)
         with keep_casts:
             for micro, action_mask, value_mask in zip(batches, *masks, strict=True):
-                seen.append(
-                    self._backward(micro, data, action_mask, value_mask, actions, values, train, micro is batches[-1])
-                )
+                last = micro is batches[-1]
+                seen.append(self._backward(micro, action_mask, value_mask, minibatch, last))
         return seen
 
     def _backward(
-        self,
-        micro: Batch,
-        data: _Experience,
-        action_mask: Tensor,
-        value_mask: Tensor,
-        actions: int,
-        values: int,
-        train: TrainSection,
-        last: bool,
+        self, micro: Batch, action_mask: Tensor, value_mask: Tensor, minibatch: _Minibatch, last: bool
     ) -> _Seen:
         """Forward and backward of one micro-batch. Losses work on padded [B, T], what is recorded on flat [N]."""
-        flat = micro.mask_BT
-        column = {n: micro.padded(data.tokens(n, micro.rows)) for n in ("old_logp", "advantage")}
-        weight = torch.tensor([data.importance_weight[i] for i in micro.rows], device=flat.device)[:, None]
-
-        new_logp, entropy = self._actor_engine(micro.input_ids_BL, micro.score_at_N, micro.targets_N)
-        if new_logp.isfinite().all():
-            policy = clipped_policy_loss(
-                micro.padded(new_logp),
-                column["old_logp"],
-                column["advantage"],
-                action_mask,
-                clip_low=train.clip,
-                clip_high=train.clip,
-            )
-            loss = reduce_loss(policy.loss * weight, action_mask, actions, train.loss_reduction)
-            ratio, clipped = policy.ratio[flat], policy.clipped[flat]
-        else:
-            loss, ratio, clipped = _poisoned(new_logp)
-        self._actor_engine.backward(loss, last)
+        with torch.set_grad_enabled(not minibatch.critic_only):
+            new_logp, entropy = self._actor_engine(micro.input_ids_BL, micro.score_at_N, micro.targets_N)
+            if new_logp.isfinite().all():
+                policy, losses = self._policy_losses(micro, new_logp, entropy, action_mask, minibatch)
+                loss = losses["policy_loss"]
+                if "kl_loss" in losses:
+                    loss = loss + losses["kl_loss"]
+                if "entropy_bonus" in losses:
+                    loss = loss - losses["entropy_bonus"]
+                ratio, clipped = policy.ratio[micro.mask_BT], policy.clipped[micro.mask_BT]
+            else:
+                loss, ratio, clipped = _poisoned(new_logp)
+                losses = {"policy_loss": loss}
+        if not minibatch.critic_only:
+            self._actor_engine.backward(loss, last)
 
         return _Seen(
             micro,
             new_logp.detach(),
-            entropy,
+            entropy.detach(),
             ratio,
             clipped,
-            loss.item(),
-            None
-            if self._critic_engine is None
-            else self._critic_backward(micro, data, value_mask, values, train, last),
+            {name: part.item() for name, part in losses.items()},
+            None if self._critic_engine is None else self._critic_backward(micro, value_mask, minibatch, last),
         )
 
-    def _critic_backward(
-        self, micro: Batch, data: _Experience, value_mask: Tensor, values: int, train: TrainSection, last: bool
-    ) -> _SeenCritic:
+    def _policy_losses(
+        self, micro: Batch, new_logp: Tensor, entropy: Tensor, mask: Tensor, minibatch: _Minibatch
+    ) -> tuple[PolicyLoss, dict[str, Tensor]]:
+        """The objective by token, and the micro-batch's part of every loss of the policy.
+
+        The weights that correct for the engine belong to the objective: its advantages are what the engine sampled.
+        """
+        data, settings, train = minibatch.data, minibatch.config.advantages, minibatch.config.train
+
+        def reduced(of_tokens: Tensor) -> Tensor:
+            return reduce_loss(of_tokens, mask, minibatch.actions, train.loss_reduction)
+
+        names = ("old_logp", "advantage", "sampled_kl")
+        old_logp, advantage, sampled_kl = (micro.padded(data.tokens(n, micro.rows)) for n in names)
+        weight = torch.tensor([data.importance_weight[i] for i in micro.rows], device=mask.device)[:, None]
+        new = micro.padded(new_logp)
+        policy = policy_loss(new, old_logp, advantage, mask, train)
+        losses = {"policy_loss": reduced(policy.loss * weight)}
+        if settings.kl_in == "loss":
+            kl = reference_kl_loss(new, old_logp, sampled_kl, mask, KlEstimator(settings.kl_estimator))
+            losses["kl_loss"] = self.carried.kl_coef_under(settings) * reduced(kl)
+        if train.entropy_coef:
+            losses["entropy_bonus"] = train.entropy_coef * reduced(micro.padded(entropy))
+        return policy, losses
+
+    def _critic_backward(self, micro: Batch, value_mask: Tensor, minibatch: _Minibatch, last: bool) -> _SeenCritic:
         assert self._critic_engine is not None
+        data, train = minibatch.data, minibatch.config.train
         old_value, returns = (micro.padded(data.tokens(n, micro.rows)) for n in ("old_value", "returns"))
         value = self._critic_engine(micro.input_ids_BL, micro.score_at_N)
         if value.isfinite().all():
             of_value = value_loss(micro.padded(value), old_value, returns, value_mask, value_clip=train.value_clip)
-            loss = reduce_loss(of_value.loss, value_mask, values, train.loss_reduction)
+            loss = reduce_loss(of_value.loss, value_mask, minibatch.values, train.loss_reduction)
             clipped = of_value.clipped[micro.mask_BT]
         else:
             loss, _, clipped = _poisoned(value)
         self._critic_engine.backward(loss, last)
         return _SeenCritic(value.detach(), clipped, loss.item())
 
-    def _apply(self, seen: list[_Seen], kl: float | None, train: TrainSection) -> dict[str, Any]:
-        """Steps all models, or none: past the target KL, or where a number is not finite."""
-        engines = [self._actor_engine, *([self._critic_engine] if self._critic_engine is not None else [])]
-        norms = [engine.grad_norm() for engine in engines]
-        skipped = not all(map(math.isfinite, norms)) or not all(s.finite for s in seen)
+    def _apply(self, seen: list[_Seen], kl: float | None, train: TrainSection, critic_only: bool) -> dict[str, Any]:
+        """Steps all models that train, or none: past the target KL, or where a number is not finite."""
+        trained = {name: engine for name, engine, _ in self._parts() if name == "critic" or not critic_only}
+        norms = {name: engine.grad_norm() for name, engine in trained.items()}
+        skipped = not all(map(math.isfinite, norms.values())) or not all(s.finite for s in seen)
         stopped = not skipped and train.target_kl is not None and kl is not None and kl > train.target_kl
         applied = not (skipped or stopped)
-        warmup = min(1.0, (self._actor_engine.steps + 1) / train.warmup_steps) if train.warmup_steps else 1.0
-        rates = [train.actor_lr * warmup, train.critic_lr * warmup]
-        clips = [train.actor_grad_clip, train.critic_grad_clip]
-        for engine, norm, rate, clip in zip(engines, norms, rates, clips, strict=False):
+        full = {"actor": train.actor_lr, "critic": train.critic_lr}
+        clips = {"actor": train.actor_grad_clip, "critic": train.critic_grad_clip}
+        rates: dict[str, float] = {}
+        for name, engine in trained.items():
             if applied:
-                engine.step(rate, norm, clip)
+                warmup = min(1.0, (engine.steps + 1) / train.warmup_steps) if train.warmup_steps else 1.0
+                rates[name] = full[name] * warmup
+                engine.step(rates[name], norms[name], clips[name])
             else:
                 engine.discard()
-        has_critic = self._critic_engine is not None
         return {
-            "actor_grad_norm": _finite(norms[0]),
-            "critic_grad_norm": _finite(norms[1]) if has_critic else None,
-            "actor_lr": rates[0] if applied else None,
-            "critic_lr": rates[1] if applied and has_critic else None,
+            **{f"{name}_grad_norm": _finite(norms[name]) if name in norms else None for name in full},
+            **{f"{name}_lr": rates.get(name) for name in full},
             "skipped": skipped,
             "stopped_early": stopped,
             "applied": applied,
@@ -463,16 +491,25 @@ def _metrics(seen: list[_Seen], data: _Experience, rows: list[int], train: Train
     """The health metrics of a step over all its tokens; None where the forwards gave no finite number."""
     action = data.tokens("action_mask", rows)
     ok = all(bool(s.new_logp.isfinite().all() and (s.critic is None or s.critic.value.isfinite().all())) for s in seen)
-    new_logp, entropy = (torch.cat([getattr(s, n) for s in seen]) for n in ("new_logp", "entropy"))
-    old_logp, advantage = (data.tokens(n, rows) for n in ("old_logp", "advantage"))
+    new_logp, entropy, ratio, clipped = (
+        torch.cat([getattr(s, n) for s in seen]) for n in ("new_logp", "entropy", "ratio", "clipped")
+    )
+    old_logp, sampled_kl = (data.tokens(n, rows) for n in ("old_logp", "sampled_kl"))
     acted = action if ok else torch.zeros_like(action)
+    clip_low, clip_high = train.clip_range
+    ref_kl_mean, ref_kl_max = ref_kl(new_logp, old_logp, sampled_kl, acted)
     return {
         "tokens": int(action.sum()),
-        "policy_loss": _finite(sum(s.policy_loss for s in seen)),
+        "objective": train.objective,
+        "ratio_level": train.ratio,
+        **{name: _total([s.losses.get(name) for s in seen]) for name in ("policy_loss", "kl_loss", "entropy_bonus")},
         "entropy": masked_mean(entropy, acted),
-        **vars(ratio_metrics(new_logp, old_logp, advantage, acted, clip_low=train.clip, clip_high=train.clip)),
+        **vars(ratio_metrics(ratio, acted, clip_low=clip_low, clip_high=clip_high)),
+        "clip_fraction": masked_mean(clipped, acted),
         "approx_kl": approx_kl(new_logp, old_logp, acted, APPROX_KL),
         "approx_kl_estimator": APPROX_KL,
+        "ref_kl_mean": ref_kl_mean,
+        "ref_kl_max": ref_kl_max,
         **_critic_metrics([s.critic for s in seen if s.critic is not None], data, rows, ok),
     }
 
@@ -506,6 +543,11 @@ def _append(columns: dict[str, list[Any]], row: dict[str, Any]) -> None:
 
 def _save(path: Path, named: Iterator[tuple[str, Tensor]]) -> None:
     save_file({name: t.contiguous().cpu() for name, t in named}, path, metadata={"format": "pt"})
+
+
+def _total(parts: list[float | None]) -> float | None:
+    known = [part for part in parts if part is not None]
+    return _finite(sum(known)) if len(known) == len(parts) else None
 
 
 def _finite(number: float) -> float | None:

@@ -132,8 +132,8 @@ class Warm:
                 self.run.home(k, StageName.TRAIN).config_at(k),
                 k,
             )
-            rebuilt = learner.actor_digest(), learner.carried.facts()
-            if rebuilt != (manifest.facts["actor_digest"], manifest.facts["carried"]):
+            rebuilt = learner.actor_digest(), learner.critic_digest(), learner.carried.facts()
+            if rebuilt != tuple(manifest.facts[name] for name in ("actor_digest", "critic_digest", "carried")):
                 raise StageError(
                     f"rebuilding policy version {manifest.policy_version_out} of run {self.run.run_id} gave other "
                     f"weights than were recorded; this machine or its packages differ from those that trained it "

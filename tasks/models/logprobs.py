@@ -31,7 +31,7 @@ def token_logprobs(
 
     The distribution is softmax(logits / temperature) over the first `vocab_size` ids: those of an embedding that is
     padded beyond the tokenizer have no probability. `weight` [rows >= vocab_size, H] is the output embedding; the
-    matrix products run in `dtype`, everything after them in float32. Only the log-probs are differentiable.
+    matrix products run in `dtype`, everything after them in float32. Both are differentiable.
     """
     logp, entropy = _TokenLogprobs.apply(hidden_NH, weight, bias, targets_N, temperature, vocab_size, dtype, chunk)
     return logp, entropy
@@ -53,7 +53,8 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.weight, ctx.bias = weight, bias  # leaves; under ZeRO-3 their storage comes and goes
         ctx.save_for_backward(hidden, targets)
         ctx.settings = temperature, vocab_size, dtype, chunk
-        ctx.mark_non_differentiable(entropy := hidden.new_empty(len(hidden), dtype=torch.float32))
+        ctx.set_materialize_grads(False)  # what no loss reads costs no backward
+        entropy = hidden.new_empty(len(hidden), dtype=torch.float32)
         logp = torch.empty_like(entropy)
         cast, head, offset = hidden.to(dtype), weight[:vocab_size].to(dtype), _offset(bias, vocab_size)
         for at in range(0, len(hidden), chunk):
@@ -69,8 +70,10 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logp: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, targets = ctx.saved_tensors
+        if grad_logp is None:
+            grad_logp = hidden.new_zeros(len(hidden), dtype=torch.float32)
         temperature, vocab_size, dtype, chunk = ctx.settings
         weight, bias = ctx.weight, ctx.bias
         cast, head, offset = hidden.to(dtype), weight[:vocab_size].to(dtype), _offset(bias, vocab_size)
@@ -79,9 +82,16 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
         for at in range(0, len(hidden), chunk):
             part = slice(at, at + chunk)
+            logits = _logits(cast[part], head, offset, temperature)
+            p = logits.softmax(-1)
+            of_entropy = None
+            if grad_entropy is not None:
+                of_entropy = _entropy_gradient(logits, p).mul_(grad_entropy[part, None] / temperature)
             scale = grad_logp[part, None] / temperature
-            grad_logits = _logits(cast[part], head, offset, temperature).softmax(-1).mul_(-scale)
+            grad_logits = p.mul_(-scale)
             grad_logits.scatter_add_(-1, targets[part, None], scale)
+            if of_entropy is not None:
+                grad_logits += of_entropy
             if grad_bias is not None:
                 grad_bias[:vocab_size] += grad_logits.sum(0)
             low = grad_logits.to(dtype)
@@ -92,6 +102,13 @@ class _TokenLogprobs(torch.autograd.Function):
                 else:
                     grad_weight[:vocab_size] += low.T @ cast[part]
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+
+
+def _entropy_gradient(logits: Tensor, p: Tensor) -> Tensor:
+    """dH / dlogits = -p * (log p + H), [N, V]: overwrites `logits`."""
+    log_p = logits.sub_(logits.logsumexp(-1, keepdim=True))
+    entropy = -torch.linalg.vecdot(p, log_p)
+    return log_p.add_(entropy[:, None]).mul_(p).neg_()
 
 
 def _offset(bias: Tensor | None, vocab_size: int) -> Tensor | None:

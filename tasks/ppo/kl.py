@@ -17,6 +17,23 @@ class KlEstimator(StrEnum):
     K3 = "k3"
 
 
+def reference_kl_loss(
+    new_logp: Tensor, old_logp: Tensor, sampled_kl: Tensor, mask: Tensor, estimator: KlEstimator
+) -> Tensor:
+    """The estimate of the KL to the reference at each token, in nats, differentiable in `new_logp`; 0 outside the mask.
+
+    `sampled_kl` = old_logp - ref_logp; all of the same shape, any. Where `new_logp` samples, the mean gradient of k2 is
+    that of KL(new || reference) and the one of k3 that of KL(reference || new). Raises ValueError for k1, whose mean
+    gradient is 0; NonFinite for a NaN or infinity inside the mask.
+    Source: Shao et al. 2024, "DeepSeekMath", section 4.1.1, equation 4 (k3); Tang & Munos 2025, "On a few pitfalls in
+    KL divergence gradient estimation for RL", section 3 (k2).
+    """
+    if estimator is KlEstimator.K1:
+        raise ValueError("the gradient of k1 is 0 on average; use k2 or k3")
+    k1 = valid("new_logp", new_logp, mask) - valid("old_logp", old_logp, mask) + valid("sampled_kl", sampled_kl, mask)
+    return token_kl(k1, torch.zeros_like(k1), mask, estimator).kl
+
+
 @dataclass(frozen=True)
 class TokenKl:
     """`kl`: nats, 0 outside the mask. `clamped`: where a bound of k3 took effect (its gradient is 0 there)."""

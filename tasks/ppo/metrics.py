@@ -6,25 +6,26 @@ that has no meaning (no token, or returns without variance) is None.
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tasks.ppo.finite import valid
 from tasks.ppo.kl import KlEstimator, token_kl
-from tasks.ppo.losses import log_ratio
 
 
 @dataclass(frozen=True)
 class RatioMetrics:
-    """`ratio_outside_fraction` counts ratios outside the clip range, whichever way the advantage points;
-    `clip_fraction` counts tokens whose bounded branch was chosen, so that their gradient is 0."""
+    """`ratio_outside_fraction` counts ratios outside the clip range, whichever way the advantage points and whether or
+    not the objective clips. The share of tokens that lost their gradient is the mean of `PolicyLoss.clipped`."""
 
     ratio_mean: float | None
     ratio_std: float | None
     ratio_min: float | None
     ratio_max: float | None
+    ratio_p01: float | None
+    ratio_p99: float | None
     ratio_outside_fraction: float | None
-    clip_fraction: float | None
 
 
 @dataclass(frozen=True)
@@ -36,26 +37,25 @@ class ExplainedVariance:
 
 
 @torch.no_grad()
-def ratio_metrics(
-    new_logp: Tensor, old_logp: Tensor, advantage: Tensor, mask: Tensor, *, clip_low: float, clip_high: float
-) -> RatioMetrics:
-    """Statistics of exp(new_logp - old_logp) over the valid tokens; log-probs in nats, population std.
+def ratio_metrics(ratio: Tensor, mask: Tensor, *, clip_low: float, clip_high: float) -> RatioMetrics:
+    """Statistics of `PolicyLoss.ratio` over the valid tokens; population std, quantiles linearly interpolated.
 
     Raises NonFinite for a NaN or infinity inside the mask.
     """
     if not mask.any():
-        return RatioMetrics(None, None, None, None, None, None)
-    ratio = log_ratio(new_logp, old_logp, mask).exp()[mask]
-    advantage = valid("advantage", advantage, mask)[mask]
-    above, below = ratio > 1 + clip_high, ratio < 1 - clip_low
+        return RatioMetrics(None, None, None, None, None, None, None)
+    ratio = valid("ratio", ratio, mask)[mask]
+    outside = (ratio > 1 + clip_high) | (ratio < 1 - clip_low)
     ratio = ratio.double()
+    p01, p99 = np.quantile(ratio.cpu().numpy(), [0.01, 0.99]).tolist()
     return RatioMetrics(
         ratio_mean=ratio.mean().item(),
         ratio_std=ratio.std(correction=0).item(),
         ratio_min=ratio.min().item(),
         ratio_max=ratio.max().item(),
-        ratio_outside_fraction=(above | below).double().mean().item(),
-        clip_fraction=((above & (advantage > 0)) | (below & (advantage < 0))).double().mean().item(),
+        ratio_p01=p01,
+        ratio_p99=p99,
+        ratio_outside_fraction=outside.double().mean().item(),
     )
 
 
@@ -68,6 +68,19 @@ def approx_kl(new_logp: Tensor, old_logp: Tensor, mask: Tensor, estimator: KlEst
     if not mask.any():
         return None
     return token_kl(old_logp, new_logp, mask, estimator, kl_bound=float("inf")).kl[mask].double().mean().item()
+
+
+@torch.no_grad()
+def ref_kl(new_logp: Tensor, old_logp: Tensor, sampled_kl: Tensor, mask: Tensor) -> tuple[float | None, float | None]:
+    """Mean and maximum of k1 = new_logp - ref_logp over the valid tokens, in nats; sampled_kl = old_logp - ref_logp.
+
+    Raises NonFinite for a NaN or infinity inside the mask.
+    """
+    if not mask.any():
+        return None, None
+    moved = valid("new_logp", new_logp, mask) - valid("old_logp", old_logp, mask)
+    k1 = (moved + valid("sampled_kl", sampled_kl, mask))[mask].double()
+    return k1.mean().item(), k1.max().item()
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Other policy objectives than PPO-clip, under the same conventions as tasks/ppo/losses.py.
+"""Other policy objectives than PPO-clip, under the same conventions as tasks/ppo/losses.py, and the choice of one.
 
 Each gives a token loss of the shape of its inputs, 0 outside the mask. Log-probs in nats; `NonFinite` is raised for a
 NaN or infinity inside the mask.
@@ -7,9 +7,31 @@ NaN or infinity inside the mask.
 import torch
 from torch import Tensor
 
+from schemas.config import TrainSection
+from schemas.updates import Objective
 from tasks.ppo.finite import valid
 from tasks.ppo.kl import KlEstimator, token_kl
 from tasks.ppo.losses import PolicyLoss, clipped_policy_loss, log_ratio
+
+
+def policy_loss(
+    new_logp: Tensor, old_logp: Tensor, advantage: Tensor, mask: Tensor, settings: TrainSection
+) -> PolicyLoss:
+    """The configured objective, with the ratio of each token or of its whole sequence; all tensors [.., T]."""
+    if settings.ratio == "sequence":
+        new_logp, old_logp = sequence_log_ratio(new_logp, old_logp, mask), torch.zeros_like(old_logp)
+    of = new_logp, old_logp, advantage, mask
+    low, high = settings.clip_range
+    match settings.objective:
+        case Objective.CLIP:
+            return clipped_policy_loss(*of, clip_low=low, clip_high=high)
+        case Objective.DUAL_CLIP:
+            assert settings.dual_clip is not None
+            return dual_clipped_policy_loss(*of, clip_low=low, clip_high=high, dual_clip=settings.dual_clip)
+        case Objective.IMPORTANCE:
+            return importance_sampled_policy_loss(*of)
+        case Objective.REINFORCE:
+            return reinforce_policy_loss(*of)
 
 
 def dual_clipped_policy_loss(

@@ -41,6 +41,7 @@ def training_data():
                 action_mask=yes,
                 value_mask=yes,
                 old_logp=learner.logp(sequences, layout),
+                sampled_kl=[[0.0] * len(r) for r in responses],
                 old_value=old_value,
                 advantage=noise[0],
                 returns=[v + n for v, n in zip(old_value, noise[1], strict=True)],

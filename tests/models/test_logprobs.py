@@ -61,14 +61,36 @@ def test_values_and_gradients_equal_a_dense_log_softmax(chunk, temperature):
     logp, entropy = token_logprobs(
         hidden, weight, bias, targets, temperature=temperature, vocab_size=17, dtype=F32, chunk=chunk
     )
-    gradients = torch.autograd.grad(logp @ upstream, (hidden, weight, bias))
+    gradients = torch.autograd.grad(logp @ upstream, (hidden, weight, bias), retain_graph=True)
 
     dense = torch.log_softmax((hidden @ weight.T + bias)[:, :17] / temperature, -1)
     picked = dense.gather(-1, targets[:, None])[:, 0]
     torch.testing.assert_close(logp, picked)
     torch.testing.assert_close(entropy, -(dense.exp() * dense).sum(-1))
-    for ours, theirs in zip(gradients, torch.autograd.grad(picked @ upstream, (hidden, weight, bias)), strict=True):
-        torch.testing.assert_close(ours, theirs)
+    parts = picked @ upstream, -(dense.exp() * dense).sum(-1) @ upstream.flip(0)
+    both = logp @ upstream + 0.3 * (entropy @ upstream.flip(0))
+    for ours, theirs in (
+        (gradients, torch.autograd.grad(parts[0], (hidden, weight, bias), retain_graph=True)),
+        (
+            torch.autograd.grad(entropy @ upstream.flip(0), (hidden, weight, bias), retain_graph=True),
+            torch.autograd.grad(parts[1], (hidden, weight, bias), retain_graph=True),
+        ),
+        (
+            torch.autograd.grad(both, (hidden, weight, bias)),
+            torch.autograd.grad(parts[0] + 0.3 * parts[1], (hidden, weight, bias)),
+        ),
+    ):
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_the_entropy_of_a_certain_token_has_no_gradient_and_no_nan():
+    hidden = torch.tensor([[1e4, 0.0, -1e4], [0.0, 0.0, 0.0]], requires_grad=True)
+    _, entropy = token_logprobs(
+        hidden, torch.eye(3), None, torch.tensor([0, 0]), temperature=1.0, vocab_size=3, dtype=F32
+    )
+    (gradient,) = torch.autograd.grad(entropy.sum(), hidden)
+    torch.testing.assert_close(gradient, torch.zeros(2, 3), atol=1e-6, rtol=0)
 
 
 def test_bfloat16_is_close_and_gives_float32():
@@ -97,7 +119,7 @@ def test_s63_no_temporary_is_larger_than_a_chunk_in_training_neither():
     hidden = torch.ones(tokens, 4, requires_grad=True)
     weight = torch.ones(vocabulary, 4, requires_grad=True)
     with LargestTensor() as largest:
-        logp, _ = token_logprobs(
+        logp, entropy = token_logprobs(
             hidden,
             weight,
             None,
@@ -107,5 +129,5 @@ def test_s63_no_temporary_is_larger_than_a_chunk_in_training_neither():
             dtype=F32,
             chunk=chunk,
         )
-        logp.sum().backward()
+        (logp + entropy).sum().backward()
     assert largest.bytes <= chunk * vocabulary * 4

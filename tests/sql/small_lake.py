@@ -171,6 +171,8 @@ def _write_iteration(at: At) -> None:
             "ratio_min": [1.0, 0.9, 0.9, 0.8],
             "ratio_max": [1.0, 1.1, 1.1, 1.2],
             "approx_kl_estimator": ["k3"] * 4,
+            "objective": ["clip"] * 4,
+            "ratio_level": ["token"] * 4,
             "skipped": [False] * 4,
             "stopped_early": [False] * 4,
         }

@@ -274,6 +274,7 @@ FAULTS: list[tuple[str, Callable[[Path], None]]] = [
         in_all(a_failed_reward(3, 0), experience(dropped_as("reward_failed"), 3, 0), trained_without(3, 0)),
     ),
     ("shaped_reward", experience(outcome_at_every_token)),
+    ("shaped_reward", set_in("experience", "kl_in", "loss")),
     ("gae", experience(a_tenth_more_advantage, gae=False)),
     ("gae", experience(a_tenth_more_advantage, prompt=2, gae=False)),
     ("gae", experience(lambda row: None, gamma=0.99)),

@@ -43,6 +43,16 @@ def test_a_row_of_experience_from_the_log_probs_to_the_return(run_advantages):
     assert manifest.facts["kl_coef"] == 0.1
 
 
+def test_a_kl_in_the_loss_leaves_the_reward_alone(run_advantages):
+    answer = row("s-a", [-1.0, -2.0, -0.5], ref_logp=[-1.5, -1.0, -0.5])
+    _, rows = run_advantages([answer], kl_coef=0.1, kl_in="loss", kl_estimator="k3")
+    got = rows["s-a"]
+    assert got["shaped_reward"] == [0.0, 0.0, 1.0]
+    assert (got["kl_in"], got["kl_estimator"]) == ("loss", "k3")
+    assert got["sampled_kl"] == [0.5, -1.0, 0.0]
+    assert got["kl_coef_used"] == pytest.approx(0.1)  # what the learner, and a controller, start from
+
+
 def test_s09_truncation_bootstraps_and_termination_does_not(run_advantages):
     logp, value = [-1.0] * 3, [0.2, 0.3, 0.4]
     _, rows = run_advantages(

@@ -1,9 +1,9 @@
 -- severity: error
--- why: r[t] = -beta * kl[t] + outcome at score_index and nothing else, 0 where the policy did not act (C2)
+-- why: r[t] = -beta * kl[t] (unless the loss has it) + outcome at score_index and nothing else, 0 where the policy did not act (C2)
 -- remedy: a fault of the advantages stage; remove its folder and those of the stages after it, and run again
 WITH tokens AS (
     SELECT
-        run_id, iteration, sample_id, kl_coef_used, kl_estimator, outcome,
+        run_id, iteration, sample_id, if(kl_in = 'loss', 0, kl_coef_used) AS beta, kl_estimator, outcome,
         unnest(shaped_reward) AS reward,
         unnest(sampled_kl)::DOUBLE AS kl,
         unnest(score_mask) AS score,
@@ -15,8 +15,8 @@ SELECT run_id, iteration, sample_id AS subject,
     format('{} tokens, the first at position {}: shaped_reward {:.6g}, its parts give {:.6g}', count(*), min(position),
         arg_min(reward, position), arg_min(expected, position)) AS detail
 FROM (
-    SELECT *, if(action, -kl_coef_used * penalty + if(score, coalesce(outcome, 0), 0), 0) AS expected
+    SELECT *, if(action, -beta * penalty + if(score, coalesce(outcome, 0), 0), 0) AS expected
     FROM (SELECT *, kl_estimate(kl, kl_estimator) AS penalty FROM tokens)
 )
-WHERE differs(reward, expected, abs(kl_coef_used * penalty) + abs(kl_coef_used * kl) + abs(coalesce(outcome, 0)))
+WHERE differs(reward, expected, abs(beta * penalty) + abs(beta * kl) + abs(coalesce(outcome, 0)))
 GROUP BY ALL

@@ -1,0 +1,55 @@
+"""Options of the update that contradict each other are refused as the configuration is read."""
+
+from typing import Any
+
+import pytest
+
+from schemas.config import Config, ConfigError, parse
+
+
+def config(**sections: dict[str, Any]) -> Config:
+    raw: dict[str, Any] = {
+        "run": {"id": "r-test"},
+        "models": {"policy": "none"},
+        "prompts": {"source": "none.jsonl", "per_iteration": 1},
+        "rollout": {"max_new_tokens": 100},
+        "rewards": [{"name": "r", "kind": "function", "function": "a:b"}],
+        "train": {"minibatch_size": 1},
+    }
+    for name, keys in sections.items():
+        raw[name] = {**raw.get(name, {}), **keys}
+    return parse(raw, "the test")
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"train": {"objective": "ppo"}}, "train.objective.*'clip', 'dual_clip', 'importance'"),
+        ({"train": {"objective": "dual_clip"}}, "dual_clip.*needs train.dual_clip.*above.*1.2"),
+        ({"train": {"objective": "dual_clip", "dual_clip": 1.4, "clip": [0.2, 0.4]}}, "needs train.dual_clip.*1.4"),
+        ({"train": {"dual_clip": 3}}, '"clip" has no use for train.dual_clip.*objective = "dual_clip"'),
+        ({"train": {"objective": "reinforce", "ratio": "sequence"}}, "reinforce.*no ratio.*importance"),
+        ({"advantages": {"kl_in": "both"}}, "advantages.kl_in.*'reward' or 'loss'"),
+        ({"advantages": {"kl_in": "loss"}}, 'kl_in = "loss".*k2.*k3.*k1 is 0 on average'),
+        ({"train": {"entropy_coef": -0.1}}, "train.entropy_coef.*greater than or equal to 0"),
+        (
+            {"advantages": {"estimator": "reinforce"}, "train": {"critic_warmup_iterations": 1}},
+            "train.critic_warmup_iterations.*no critic",
+        ),
+        *(
+            ({"train": {"clip": wrong}}, r"train\.clip: must be a number above 0, or two of them as \[low, high\]")
+            for wrong in (0, -0.2, [0.2], [0.2, 0], [0.1, 0.2, 0.3], float("nan"), float("inf"), "wide", True, None)
+        ),
+    ],
+)
+def test_contradictions_are_refused_with_the_way_out(sections, says):
+    with pytest.raises(ConfigError, match=f"(?s){says}"):
+        config(**sections)
+
+
+@pytest.mark.parametrize(("clip", "low_and_high"), [(0.2, (0.2, 0.2)), (1, (1, 1)), ([0.2, 0.28], (0.2, 0.28))])
+def test_a_clip_range_is_a_number_or_two_and_is_read_again_as_it_was_given(clip, low_and_high):
+    given = config(train={"clip": clip})
+    assert given.train.clip_range == low_and_high
+    assert given.model_dump(mode="json")["train"]["clip"] == clip
+    assert Config.model_validate_json(given.model_dump_json()) == given
