@@ -206,7 +206,7 @@ def _show(console: Console, result: Replayed) -> None:
         verdict += f", {result.tokens:.2%} of the tokens agree"
     console.print(f"iteration {stored.iteration}  {stored.stage:<15}{verdict}  {result.seconds:.1f} s", highlight=False)
     for line in result.damaged:
-        console.print(f"  {escape(line)}", highlight=False)
+        console.print(f"  {escape(line)}", highlight=False, soft_wrap=True)
     for difference in result.differences:
         console.print(f"  {escape(str(difference))}  ({difference.rows} rows differ)", highlight=False)
     for line in result.facts:

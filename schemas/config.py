@@ -451,7 +451,7 @@ def _given_in_vain(config: Config) -> list[str]:
 
 def override(config: Config, overrides: Sequence[str]) -> Config:
     """The configuration with `a.b=c` applied. Raises ConfigError as `parse` does."""
-    raw = config.model_dump(mode="json")
+    raw = config.model_dump(mode="json", exclude_defaults=True)
     for each in overrides:
         _apply(raw, each)
     return parse(raw, ", ".join(f"--set {each}" for each in overrides))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner, Result
 
 from schemas.manifest import StageName
 from tasks.lake.runs import Run
@@ -92,6 +93,13 @@ def tiny_toml(tiny_llama: Path, tiny_classifier: Path, tiny_prompts: Path, tmp_p
     path = tmp_path_factory.mktemp("configs") / "small.toml"
     path.write_text(CONFIG.format(policy=tiny_llama, classifier=tiny_classifier, prompts=tiny_prompts))
     return path
+
+
+def invoke(*args: object) -> Result:
+    """`rollbook ARGS...` in this process: for commands that load no engine."""
+    from flows.cli import app
+
+    return CliRunner().invoke(app, [str(arg) for arg in args], catch_exceptions=False)
 
 
 Rollbook = Callable[..., subprocess.CompletedProcess[str]]
