@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from schemas import token_updates, updates
 from schemas.columns import Table
@@ -376,6 +376,11 @@ class Learner:
         }
 
     # Weights
+
+    @property
+    def trained(self) -> dict[str, nn.Module]:
+        """What the optimizers change, by name."""
+        return {"actor": self.policy, **({} if self.critic is None else {"critic": self.critic})}
 
     def actor_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every full tensor of the actor under each of its names in a checkpoint, a tied output embedding included."""

@@ -12,12 +12,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from schemas.config import Config
 from schemas.manifest import Manifest, StageName, digest_of
 from tasks.engines.learner import Learner
+from tasks.engines.model_scorer import ModelScorer
 from tasks.engines.rollout_engine import RolloutEngine, open_rollout_engine
 from tasks.engines.scorer import RewardScorer, open_scorers
 from tasks.lake.runs import Run
+from tasks.models.frozen import require_frozen
 from tasks.models.loading import FrozenPolicy, load_tokenizer
 from tasks.models.samples import resolve
 from tasks.models.state import saved_versions
@@ -117,6 +121,7 @@ class Warm:
         if self._learner is None or self._learner.version != version:
             self.discard_learner()
             self._learner = self._restore(version)
+            self._require_frozen()
         return self._learner
 
     def _restore(self, version: int) -> Learner:
@@ -152,12 +157,25 @@ class Warm:
         if self._reference is None:
             folder = resolve(self.config.models.reference or self.config.models.policy)
             self._reference = FrozenPolicy.load(folder, self.config)
+            self._require_frozen()
         return self._reference
 
     def reward_scorers(self) -> list[RewardScorer]:
         if self._scorers is None:
             self._scorers = open_scorers(self.config, self.tokenizer)
+            self._require_frozen()
         return self._scorers
+
+    def _require_frozen(self) -> None:
+        """Reference and reward models share no weight with the learner."""
+        if self._learner is None:
+            return
+        frozen: dict[str, nn.Module] = {
+            f"reward {s.source.name}": s.model.model for s in self._scorers or [] if isinstance(s, ModelScorer)
+        }
+        if self._reference is not None:
+            frozen["reference"] = self._reference.policy
+        require_frozen(frozen, self._learner.trained)
 
     def close(self) -> None:
         """Frees memory and ends every child process."""

@@ -11,6 +11,7 @@ from schemas.config import Config
 from schemas.manifest import StageName
 from tasks.advantages import advantages
 from tasks.engines.warm import close_all, warm
+from tasks.models.frozen import NotFrozen
 from tasks.models.state import saved_versions
 from tasks.models.weights import folder_digest
 from tasks.rollout import rollout
@@ -103,6 +104,40 @@ def test_a_cold_learner_commits_what_the_warm_one_does(start: Start, config: Con
                 close_all()
         digests.append(update.digest)
     assert digests[0] == digests[1]
+
+
+def test_a_version_is_rebuilt_from_the_experience_under_every_option_of_the_losses(
+    start: Start, make_config: Callable[..., Config], tmp_path
+) -> None:
+    """Critic warm-up included: its version has the policy of the one before and a critic of its own."""
+    config = make_config(
+        run={"id": "r-rebuilt", "seed": 7, "iterations": 3},
+        rollout={"engine": "transformers"},
+        advantages={"kl_in": "loss", "kl_estimator": "k3"},
+        train={"critic_warmup_iterations": 1, "entropy_coef": 0.01, "objective": "dual_clip", "dual_clip": 3},
+        checkpoint={"every": 9},
+    )
+    digests = []
+    for lake, restart in ((tmp_path / "warm", False), (tmp_path / "cold", True)):
+        for iteration in range(2):
+            at = start(config, iteration, lake)
+            update = train(at, *inputs(at))
+            if restart:
+                close_all()
+        digests.append(update.digest)
+        trained = [at.run.committed(k, StageName.TRAIN) for k in range(2)]
+        assert [m.policy_version_out for m in trained] == [1, 2]
+        assert trained[0].facts["actor_digest"] == trained[0].facts["parent_digest"] != trained[1].facts["actor_digest"]
+        assert trained[0].facts["critic_digest"] != trained[1].facts["critic_digest"]
+        assert saved_versions(at.run.folder / "learner") == []
+    assert digests[0] == digests[1]
+
+
+def test_a_reference_in_the_memory_of_the_learner_is_refused(start: Start, config: Config) -> None:
+    held = warm(start(config))
+    held.reference().policy.model.model.norm.weight = held.learner(0).policy.model.model.norm.weight
+    with pytest.raises(NotFrozen, match=r"reference's model\.model\.norm\.weight"):
+        held.reward_scorers()
 
 
 def test_s83_an_empty_batch_makes_an_empty_shard_and_no_version(start: Start, config: Config) -> None:
