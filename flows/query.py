@@ -2,7 +2,8 @@
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +16,7 @@ from flows.printing import make_console, print_json, print_rows, print_table, wr
 from schemas.manifest import StageName
 from tasks.lake.runs import default_lake, open_run
 from tasks.sql import audit as audits
-from tasks.sql.audit import Finding, Severity
+from tasks.sql.audit import Finding, Report, Severity
 from tasks.sql.catalog import Relation, relations
 from tasks.sql.connection import connect
 
@@ -191,12 +192,12 @@ def audit(
 ) -> None:
     """Check the invariants of a run: every digest, mask, reward and advantage. Exit status 1 where one is broken.
 
-    Warnings are shown, and leave the exit status at 0.
+    Warnings and notes are shown, and leave the exit status at 0.
     """
     place = lake or default_lake()
     run_id = None if all_runs else open_run(place, run).run_id
-    findings = audits.audit(place, run_id, iteration)
-    errors = [f for f in findings if f.audit.severity is Severity.ERROR]
+    report = audits.report(place, run_id, iteration)
+    by_severity = Counter(finding.audit.severity for finding in report.findings)
     if format is Format.JSON:
         print_json(
             {
@@ -204,14 +205,16 @@ def audit(
                 "run_id": run_id,
                 "iteration": iteration,
                 "audits": len(audits.catalogue()),
-                "errors": len(errors),
-                "warnings": len(findings) - len(errors),
-                "findings": [_finding(f) for f in findings],
+                "errors": by_severity[Severity.ERROR],
+                "warnings": by_severity[Severity.WARNING],
+                "notes": by_severity[Severity.NOTE],
+                "findings": [_finding(f) for f in report.findings],
+                "skipped": [{"audit": name, "run_id": run, "reason": why} for name, run, why in report.skipped],
             }
         )
     else:
-        _show_findings(findings, f"run {run_id}" if run_id else f"every run in {place}")
-    if errors:
+        _show_report(report, f"run {run_id}" if run_id else f"every run in {place}")
+    if by_severity[Severity.ERROR]:
         raise typer.Exit(1)
 
 
@@ -227,11 +230,13 @@ def _finding(finding: Finding) -> dict[str, Any]:
     }
 
 
-def _show_findings(findings: Sequence[Finding], what: str) -> None:
+STYLES = {Severity.ERROR: "red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}
+
+
+def _show_report(report: Report, what: str) -> None:
     console = make_console()
-    for finding in findings:
-        about = finding.audit
-        style = "red" if about.severity is Severity.ERROR else "yellow"
+    for finding in report.findings:
+        about, style = finding.audit, STYLES[finding.audit.severity]
         console.print(f"[bold {style}]{about.severity}[/] [bold]{about.name}[/]: {finding.count} found")
         console.print(f"  why: {escape(about.why)}", f"  remedy: {escape(about.remedy)}", sep="\n")
         for breach in finding.breaches:
@@ -239,8 +244,10 @@ def _show_findings(findings: Sequence[Finding], what: str) -> None:
             console.print(f"  - {escape(place)}: {escape(breach.detail)}", highlight=False)
         if finding.count > len(finding.breaches):
             console.print(f"  ... and {finding.count - len(finding.breaches)} more")
-    audited = len(audits.catalogue())
-    console.print(f"{what}: {audited - len(findings)} of {audited} audits found nothing")
+    for name, run, why in report.skipped:
+        console.print(f"{name} of {escape(run)} was skipped: {escape(why)}", style="dim", highlight=False)
+    made = len(audits.catalogue()) - len({name for name, *_ in report.skipped})
+    console.print(f"{what}: {made - len(report.findings)} of {made} audits found nothing")
 
 
 # SQL errors

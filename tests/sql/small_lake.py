@@ -20,11 +20,14 @@ from tasks.carried import Carried, observed_kl
 from tasks.lake.digest import content_digest
 from tasks.lake.runs import Run, RunRecord
 from tasks.stage import At, Committed, Result, run_stage
+from tests.generated_lake import words, write_tokenizer
 
 ITERATIONS = 2
 RUN_ID = "r-007"
 VOCABULARY = 300
 EOS = 2
+ENCODED_AS_OTHERS = VOCABULARY - 1
+"""The id of a word that becomes two other ids when its text is encoded."""
 
 # How each prompt's two answers end, as (finish_reason, action_mask). p1 is too long and is not answered.
 ANSWERS = {
@@ -38,7 +41,7 @@ def config_of(**changes: Any) -> Config:
     """`config_of(advantages={"estimator": "rloo"})` changes keys of a section; None removes one."""
     raw: dict[str, Any] = {
         "run": {"id": RUN_ID, "seed": 7, "iterations": ITERATIONS},
-        "models": {"policy": "sample:tiny-llama"},
+        "models": {"policy": "model"},
         "prompts": {"source": "pool.jsonl", "per_iteration": 4},
         "rollout": {"samples_per_prompt": 2, "max_new_tokens": 6},
         "rewards": [
@@ -54,8 +57,15 @@ def config_of(**changes: Any) -> Config:
     return parse(raw, "the test's configuration")
 
 
+def text_of(ids: list[int]) -> str:
+    """The text of some tokens; EOS has none."""
+    return " ".join(words(VOCABULARY)[id] for id in ids if id != EOS)
+
+
 def write_lake(lake: Path, run_id: str = RUN_ID, **changes: Any) -> None:
-    Run(lake, run_id).write_record(RunRecord(config=config_of(**changes), digests={}), 0)
+    model = write_tokenizer(lake.parent / "model", VOCABULARY)
+    config = config_of(**{"models": {"policy": str(model)}, **changes})
+    Run(lake, run_id).write_record(RunRecord(config=config, digests={}), 0)
     for iteration in range(ITERATIONS):
         _write_iteration(At(str(lake), run_id, iteration))
 
@@ -98,7 +108,7 @@ def _write_iteration(at: At) -> None:
         return Result(3, {"prompt_too_long": 1})
 
     def write_rollouts(staging: Any) -> Result:
-        ids = [[*rng.integers(3, VOCABULARY, n - 1).tolist(), EOS] for n in lengths]
+        ids = [[*rng.integers(3, ENCODED_AS_OTHERS, n - 1).tolist(), EOS] for n in lengths]
         columns = {
             "sample_id": samples,
             "prompt_id": [prompt_ids[row] for row, *_ in answers],
@@ -119,7 +129,7 @@ def _write_iteration(at: At) -> None:
             "max_tokens": [6] * len(samples),
             "cap_reason": ["length"] * len(samples),
             "seed": list(range(len(samples))),
-            "text": ["an answer"] * len(samples),
+            "text": [text_of(row) for row in ids],
         }
         staging.write("rollouts", columns, {"vocab_size": VOCABULARY, "weights_digest": f"w{version}"})
         return Result(3, {"prompt_too_long": 1}, facts={"weights_digest": f"w{version}"})

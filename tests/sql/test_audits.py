@@ -8,12 +8,14 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 from small_lake import (
+    ENCODED_AS_OTHERS,
     RUN_ID,
     Rows,
     edit_manifest,
     plant,
     reseal,
     shard_path,
+    text_of,
     write_lake,
     write_shard_as_is,
 )
@@ -22,7 +24,7 @@ from schemas.manifest import StageName
 from tasks.lake.runs import Run
 from tasks.lake.storage import LakeError
 from tasks.sql import shard_files
-from tasks.sql.audit import Severity, audit, catalogue
+from tasks.sql.audit import Severity, audit, catalogue, report
 from tasks.sql.connection import connect
 from tasks.sql.snapshot import take
 
@@ -212,6 +214,12 @@ def train_fact(name: str, iteration: int = 1, **changes: Any) -> Callable[[Path]
     return apply
 
 
+def a_token_that_is_encoded_as_others(rows: Rows) -> None:
+    row = of_sample(rows, 0, 1)
+    row["response_token_ids"][0] = ENCODED_AS_OTHERS
+    row["text"] = text_of(row["response_token_ids"])
+
+
 FAULTS: list[tuple[str, Callable[[Path], None]]] = [
     ("file_digests", flip_byte),
     ("file_digests", rewritten_elsewhere),
@@ -299,6 +307,8 @@ FAULTS: list[tuple[str, Callable[[Path], None]]] = [
     ("samples_trained", lambda lake: plant(lake, "updates", twice_in_an_epoch)),
     ("samples_trained", experience(dropped_as("stale"))),
     ("first_step_ratio", row_of("updates", 0, ratio_max=1.01)),
+    ("texts", set_in("rollouts", "text", lambda text: text + "!")),
+    ("retokenisation", lambda lake: plant(lake, "rollouts", a_token_that_is_encoded_as_others)),
     ("weights_lineage", set_in("forwards", "learner_digest", "w0")),
     ("weights_lineage", row_of("policies", 0, weights_digest="w1")),
 ]
@@ -413,9 +423,28 @@ def test_s87_two_audits_at_once_both_finish(pristine_lake: Path) -> None:
 
 
 def test_the_inspection_lists_every_shard(pristine_lake: Path) -> None:
-    inspected = shard_files.inspect(take(pristine_lake))
+    inspected = shard_files.inspect(take(pristine_lake)).files
     assert inspected.num_rows == 16
     assert inspected["problem"].null_count == inspected["schema_problem"].null_count == 16
+
+
+def test_s26_a_response_that_its_text_would_not_give_back_is_told_with_the_tokens(valid_lake: Path) -> None:
+    plant(valid_lake, "rollouts", a_token_that_is_encoded_as_others)
+    (finding,) = audit(valid_lake)
+    (breach,) = finding.breaches
+    assert finding.audit.severity is Severity.NOTE
+    assert breach.subject == "1 of 6 responses"
+    assert "the first is s-000001-00000-01: from token 0 on, [299, " in breach.detail
+    assert "becomes [3, 3, " in breach.detail
+
+
+def test_without_the_tokenizer_the_texts_are_skipped_and_that_is_said(tmp_path: Path) -> None:
+    write_lake(tmp_path / "lake")
+    shutil.rmtree(tmp_path / "model")
+    made = report(tmp_path / "lake")
+    assert made.findings == []
+    assert [(name, run) for name, run, _ in made.skipped] == [("retokenisation", RUN_ID), ("texts", RUN_ID)]
+    assert "tokenizer.json doesn't exist" in made.skipped[0][2]
 
 
 def test_other_runs_of_the_lake_are_audited_on_demand(valid_lake: Path) -> None:
