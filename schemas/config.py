@@ -106,13 +106,16 @@ class RolloutSection(Section):
 
 
 class RewardSource(Section):
-    """One `[[rewards]]` entry. The outcome of a sample is the weighted sum of its sources."""
+    """One `[[rewards]]` entry. The outcome of a sample is the weighted sum of its models and functions; what sources of
+    kind "process" say is added token by token."""
 
     name: str = Field(pattern=r"^[A-Za-z][A-Za-z0-9_.-]*$")
     kind: RewardKind
     path: str | None = Field(None, description="kind = model: folder of a sequence classifier with one label")
     function: str | None = Field(
-        None, description="module:function or path/to/file.py:function over (prompt, response, metadata) -> number"
+        None,
+        description="module:function or path/to/file.py:function over (prompt, response, metadata) -> number; for a "
+        "process over (prompt, response, metadata, tokens) -> a number for each token, or {position: number}",
     )
     weight: float = Field(1.0, allow_inf_nan=False)
     timeout: PositiveFloat = Field(10.0, description="seconds one call of a function may take")

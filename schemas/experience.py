@@ -81,8 +81,11 @@ TABLE = Table(
         _tokens("continuation_mask", BOOL, "true where the next advantage is carried back"),
         _tokens("old_logp", FLOAT32, "the log-probability in the ratio's denominator", unit="nats"),
         _tokens("sampled_kl", FLOAT32, "k1 = old_logp - ref_logp, signed", unit="nats"),
+        _tokens("process_reward", FLOAT32, "weighted sum of the process sources; null without one", nullable=True),
         _tokens(
-            "shaped_reward", FLOAT32, "r[t] = -beta * kl[t] + outcome at score_index; without kl where kl_in is loss"
+            "shaped_reward",
+            FLOAT32,
+            "r[t] = -beta * kl[t] + process_reward[t] + outcome at score_index; without kl where kl_in is loss",
         ),
         _tokens("old_value", FLOAT32, "V[t] when the response was scored; null without a critic", nullable=True),
         _tokens("raw_advantage", FLOAT32, "A[t] before whitening"),

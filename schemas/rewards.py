@@ -20,6 +20,7 @@ class RewardKind(StrEnum):
 
     MODEL = "model"
     FUNCTION = "function"
+    PROCESS = "process"
 
 
 TABLE = Table(
@@ -32,13 +33,18 @@ TABLE = Table(
         ITERATION,
         SAMPLE_ID,
         Column("source", STRING, "name of the reward source in the configuration", enum=True),
-        Column("kind", STRING, "model or function", enum=True),
-        Column("raw", FLOAT32, "the score as the source gave it; null unless status is ok", nullable=True),
+        Column("kind", STRING, "model, function, or process: a function that rewards single tokens", enum=True),
+        Column(
+            "raw",
+            FLOAT32,
+            "the score as the source gave it, of a process source the sum over its tokens; null unless status is ok",
+            nullable=True,
+        ),
         Column("value", FLOAT32, "the score after shaping; null unless status is ok", nullable=True),
         Column("weight", FLOAT32, "the source's weight in the outcome"),
         Column("status", STRING, "ok, none, timeout, error or nonfinite", enum=True),
         Column("detail", STRING, "what went wrong, in words", nullable=True),
-        Column("process", ragged(FLOAT32), "score per token, from a process reward model", nullable=True),
+        Column("process", ragged(FLOAT32), "the reward of every token, of a process source", nullable=True),
         Column("seconds", FLOAT32, "time spent on this row", unit="s", volatile=True),
     ),
 )

@@ -244,6 +244,7 @@ class _Rewarded:
     sampled_kl: Tensor
     known: Tensor
     outcome: Outcome
+    process: Tensor | None
     reward: Tensor
 
 
@@ -268,9 +269,10 @@ def _rewarded(samples: pa.Table, given: _Settings) -> _Rewarded:
     sampled_kl = token_kl(old_logp, ref_logp, masks.action, KlEstimator.K1).kl
     estimator = KlEstimator(config.advantages.kl_estimator)
     kl = sampled_kl if estimator is KlEstimator.K1 else token_kl(old_logp, ref_logp, masks.action, estimator).kl
+    process = tokens(samples["process_reward"]) if "process_reward" in samples.column_names else None
     kl_coef = given.kl_coef if config.advantages.kl_in == "reward" else 0.0
-    reward = shaped_rewards(rows, masks, kl, outcome.final, kl_coef=kl_coef)
-    return _Rewarded(rows, masks, old_logp, sampled_kl, known, outcome, reward)
+    reward = shaped_rewards(rows, masks, kl, outcome.final, kl_coef=kl_coef, process=process)
+    return _Rewarded(rows, masks, old_logp, sampled_kl, known, outcome, process, reward)
 
 
 @dataclass(frozen=True)
@@ -342,6 +344,7 @@ def _experience(samples: pa.Table, given: _Settings) -> _Block:
         "continuation_mask": masks.continuation,
         "old_logp": of.old_logp,
         "sampled_kl": of.sampled_kl,
+        "process_reward": of.process,
         "shaped_reward": of.reward,
         "old_value": value,
         "raw_advantage": raw_advantage,

@@ -98,7 +98,7 @@ def _score(staging: Staging, held: Warm) -> Result:
         _write(staging, held, rollouts, {}, _Forwards([], [], None, None))
         return Result(rows_used=0)
     scorers = held.reward_scorers()
-    functions = [s for s in scorers if s.source.kind is RewardKind.FUNCTION]
+    functions = [s for s in scorers if s.source.kind is not RewardKind.MODEL]
     models = [s for s in scorers if s.source.kind is RewardKind.MODEL]
     items = _items(rollouts, staging.read("prompts"))
     report(StageName.SCORE, 0, rollouts.num_rows)
@@ -208,7 +208,7 @@ def _write(staging: Staging, held: Warm, rollouts: pa.Table, scores: dict[str, S
             "weight": [source.weight for _, source, _ in rows],
             "status": [score.status for _, _, score in rows],
             "detail": [score.detail for _, _, score in rows],
-            "process": [None] * len(rows),
+            "process": [score.process for _, _, score in rows],
             "seconds": [score.seconds for _, _, score in rows],
         },
     )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from schemas.experience import Dropped
-from schemas.rewards import RewardStatus
+from schemas.rewards import RewardKind, RewardStatus
 from schemas.rollouts import FinishReason
 from tasks.ppo.drops import drop_reason
 from tasks.ppo.ragged import Rows
@@ -33,7 +33,7 @@ FROM_FORWARDS = ["learner_logp", "ref_logp", "value", "bootstrap_value"]
 
 def scored_samples(staging: Staging) -> Iterator[pa.Table]:
     """Each shard of rollouts with its forwards, `outcome_raw` (null: unknown), and `dropped`: why a sample, taken by
-    itself, is not trained on, or null.
+    itself, is not trained on, or null. With process sources `process_reward`: what they give each token.
 
     Raises StageError where rollouts, rewards and forwards contradict each other.
     """
@@ -50,7 +50,10 @@ def scored_samples(staging: Staging) -> Iterator[pa.Table]:
         dropped = _drops(rollouts, outcome.is_valid().to_numpy(zero_copy_only=False), failed, staging)
         if estimator.has_critic:
             _require_values(samples, dropped)
-        yield samples.append_column("outcome_raw", outcome).append_column("dropped", dropped)
+        samples = samples.append_column("outcome_raw", outcome).append_column("dropped", dropped)
+        if any(source.kind is RewardKind.PROCESS for source in staging.config.rewards):
+            samples = samples.append_column("process_reward", _process_rewards(rollouts, own))
+        yield samples
     if scored != rewards.num_rows:
         raise StageError(f"advantages: {rewards.num_rows - scored} rewards belong to no sample of the rollouts")
 
@@ -102,6 +105,7 @@ def _outcomes(rollouts: pa.Table, rewards: pa.Table, num_sources: int) -> tuple[
         return np.bincount(row[where], minlength=rollouts.num_rows)
 
     weighted = pc.multiply(rewards["weight"].cast(pa.float64()), rewards["value"].cast(pa.float64())).fill_null(0)
+    weighted = pc.if_else(pc.equal(rewards["kind"], RewardKind.PROCESS), 0.0, weighted)
     aborted = pc.equal(rollouts["finish_reason"], FinishReason.ABORT).to_numpy()
     given, known = count(), count(RewardStatus.OK) == num_sources
     unscored = aborted & (count(RewardStatus.NONE) == given)
@@ -109,6 +113,24 @@ def _outcomes(rollouts: pa.Table, rewards: pa.Table, num_sources: int) -> tuple[
     _refuse(pa.array(wrong), rollouts, f"was not scored once by each of the {num_sources} reward sources")
     value = np.bincount(row, weights=weighted.to_numpy(), minlength=rollouts.num_rows)
     return pa.array(value, pa.float64(), mask=~known), ~known & ~unscored
+
+
+def _process_rewards(rollouts: pa.Table, rewards: pa.Table) -> pa.Array:
+    """The weighted sum of the process sources of each token; 0 where they gave nothing."""
+    given = rewards.filter(rewards["process"].is_valid())
+    row = given["row"].to_numpy()
+    lengths, numbers = rollouts["response_len"].to_numpy(), pc.list_value_length(given["process"]).to_numpy()
+    differs = np.zeros(rollouts.num_rows, bool)
+    differs[row[numbers != lengths[row]]] = True
+    _refuse(pa.array(differs), rollouts, "has process rewards for another number of tokens than it has")
+    ends = lengths.cumsum(dtype=np.int64)
+    within = np.arange(numbers.sum()) - np.repeat(numbers.cumsum(dtype=np.int64) - numbers, numbers)
+    token = np.repeat((ends - lengths)[row], numbers) + within
+    weighted = (
+        np.repeat(given["weight"].to_numpy().astype(np.float64), numbers) * pc.list_flatten(given["process"]).to_numpy()
+    )
+    total = np.bincount(token, weighted, minlength=int(lengths.sum()))
+    return pa.ListArray.from_arrays(np.concatenate([[0], ends]).astype(np.int32), pa.array(total.astype(np.float32)))
 
 
 def _drops(rollouts: pa.Table, known: np.ndarray, failed: np.ndarray, staging: Staging) -> pa.Array:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from schemas.config import RewardSource
-from schemas.rewards import RewardStatus
+from schemas.rewards import RewardKind, RewardStatus
 from tasks.engines import function_worker
 from tasks.engines.scorer import Item, Score
 from tasks.stage import StageError
@@ -31,14 +31,20 @@ class FunctionError(StageError):
 class FunctionScorer:
     """Calls `function(prompt, response, metadata)`, one item after another, each within `timeout` seconds.
 
+    A process source's is `function(prompt, response, metadata, tokens)`: the last is the text of each response token.
+
     A call that hangs, exits or crashes costs its own item: its process is killed with everything it started, and a new
     one goes on with the next item. What the function prints appears on this process's standard error. A bool counts as
     1 or 0.
     """
 
-    def __init__(self, source: RewardSource) -> None:
-        """Starts the process. Raises FunctionError where the function can't be imported."""
+    def __init__(self, source: RewardSource, policy_tokenizer: Any = None) -> None:
+        """Starts the process. Raises FunctionError where the function can't be imported.
+
+        `policy_tokenizer` is needed for a process source alone.
+        """
         self.source = source
+        self.policy_tokenizer = policy_tokenizer
         self._worker: _Worker | None = _Worker(source)
         self._sha256 = self._worker.sha256
         self._closed = False
@@ -49,6 +55,7 @@ class FunctionScorer:
         return {"function": self.source.function, "sha256": self._sha256}
 
     def score(self, items: Sequence[Item]) -> list[Score]:
+        calls = [self._arguments(item) for item in items]
         scores: list[Score] = []
         while len(scores) < len(items):
             if self._worker is None:
@@ -57,10 +64,16 @@ class FunctionScorer:
             if self._closed:
                 self._worker.stop()
                 raise FunctionError(f"reward {self.source.name!r} was closed while it scored")
-            scores += self._worker.score(items[len(scores) :])
+            scores += self._worker.score(calls[len(scores) :])
             if self._worker.process.returncode is not None:
                 self._worker = None
         return scores
+
+    def _arguments(self, item: Item) -> list[Any]:
+        arguments = [item.prompt, item.response, item.metadata]
+        if self.source.kind is not RewardKind.PROCESS:
+            return arguments
+        return [*arguments, [self.policy_tokenizer.decode([token]) for token in item.response_token_ids]]
 
     def close(self) -> None:
         """Ends the process; a call of `score` in another thread ends with a FunctionError."""
@@ -110,13 +123,13 @@ class _Worker:
         file = hello["file"]
         self.sha256 = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
 
-    def score(self, items: Sequence[Item]) -> list[Score]:
-        """The scores up to the first item that the process did not survive, that one included."""
-        requests = b"".join(json.dumps([i.prompt, i.response, i.metadata]).encode() + b"\n" for i in items)
+    def score(self, calls: Sequence[list[Any]]) -> list[Score]:
+        """The scores up to the first call that the process did not survive, that one included."""
+        requests = b"".join(json.dumps(arguments).encode() + b"\n" for arguments in calls)
         scores: list[Score] = []
         started = time.monotonic()
         try:
-            for reply in self._replies(requests, len(items), self.timeout):
+            for reply in self._replies(requests, len(calls), self.timeout):
                 scores.append(self._score(*reply))
                 started = time.monotonic()
         except TimeoutError:
@@ -177,9 +190,11 @@ class _Worker:
             if lines:
                 deadline = time.monotonic() + timeout
 
-    def _score(self, status: str, raw: float | None, detail: str | None, seconds: float) -> Score:
+    def _score(self, status: str, raw: float | list[float] | None, detail: str | None, seconds: float) -> Score:
         if seconds > self.timeout:
             return self._timed_out(seconds)
+        if isinstance(raw, list):
+            return Score.of_tokens(raw, seconds)
         if raw is not None:
             return Score.of(raw, seconds)
         return Score(None, RewardStatus(status), detail, seconds)

@@ -8,7 +8,8 @@ started, however detached, and exits with the worker's exit status (128 + n for 
 
 The worker reads and writes lines of JSON on the descriptor SOCKET. First it writes {"file": ...}, or {"failed": ...}
 where FUNCTION can't be imported. For each [prompt, response, metadata] it then writes
-[status, number or null, detail or null, seconds].
+[status, number or null, detail or null, seconds]; for each [prompt, response, metadata, tokens] a list of as many
+numbers as there are tokens in place of the number.
 """
 
 import contextlib
@@ -150,17 +151,31 @@ def source_file(function: Callable[..., Any], module: ModuleType) -> str | None:
         return getattr(module, "__file__", None)
 
 
-def call(function: Callable[..., Any], arguments: list[Any]) -> tuple[str, float | None, str | None]:
-    """(status, number, detail) of one call; whatever the function raises, SystemExit included, is an error."""
+def call(function: Callable[..., Any], arguments: list[Any]) -> tuple[str, float | list[float] | None, str | None]:
+    """(status, number or numbers, detail) of one call; what the function raises, SystemExit included, is an error."""
     try:
         result = function(*arguments)
         if result is None:
             return "none", None, "the function returned None"
+        if len(arguments) == 4:
+            return "ok", token_rewards(result, len(arguments[3])), None
         if isinstance(result, (str, bytes)) or not hasattr(type(result), "__float__"):
             return "error", None, f"the function returned {type(result).__name__}, not a number"
         return "ok", float(result), None
     except BaseException as error:
         return "error", None, describe(error)
+
+
+def token_rewards(result: Any, num_tokens: int) -> list[float]:
+    """A number for each token from a sequence of them, or from {position: number}, 0 elsewhere."""
+    if isinstance(result, dict):
+        outside = [position for position in result if position not in range(num_tokens)]
+        if outside:
+            raise ValueError(f"the function rewards position {outside[0]!r} of {num_tokens} tokens")
+        return [float(result.get(position, 0.0)) for position in range(num_tokens)]
+    if len(result) != num_tokens:
+        raise ValueError(f"the function returned {len(result)} numbers for {num_tokens} tokens")
+    return [float(number) for number in result]
 
 
 def describe(error: BaseException) -> str:

@@ -3,7 +3,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from schemas.config import Config, RewardSource
@@ -26,12 +26,16 @@ class Item:
 
 @dataclass(frozen=True)
 class Score:
-    """How scoring one response ended. Only status `ok` carries a number; `detail` says what went wrong otherwise."""
+    """How scoring one response ended. Only status `ok` carries a number; `detail` says what went wrong otherwise.
+
+    `process`: of a process source, the reward of every token; `raw` is then their sum.
+    """
 
     raw: float | None
     status: RewardStatus
     detail: str | None
     seconds: float
+    process: tuple[float, ...] | None = None
 
     @classmethod
     def of(cls, raw: float, seconds: float) -> "Score":
@@ -39,6 +43,16 @@ class Score:
         if math.isfinite(raw) and abs(raw) <= FLOAT32_MAX:
             return cls(raw, RewardStatus.OK, None, seconds)
         return cls(None, RewardStatus.NONFINITE, f"the score is {raw}, which is no finite float32", seconds)
+
+    @classmethod
+    def of_tokens(cls, process: Sequence[float], seconds: float) -> "Score":
+        """A number for each token; `nonfinite` where float32 can't hold one of them, or their sum."""
+        for position, number in enumerate(process):
+            if not math.isfinite(number) or abs(number) > FLOAT32_MAX:
+                detail = f"the reward of token {position} is {number}, which is no finite float32"
+                return cls(None, RewardStatus.NONFINITE, detail, seconds)
+        score = cls.of(math.fsum(process), seconds)
+        return score if score.raw is None else replace(score, process=tuple(process))
 
 
 class RewardScorer(Protocol):
@@ -71,10 +85,10 @@ def open_scorers(config: Config, policy_tokenizer: Any) -> list[RewardScorer]:
     scorers: list[RewardScorer] = []
     try:
         for source in config.rewards:
-            if source.kind is RewardKind.FUNCTION:
-                scorers.append(FunctionScorer(source))
-            else:
+            if source.kind is RewardKind.MODEL:
                 scorers.append(ModelScorer(source, config, policy_tokenizer))
+            else:
+                scorers.append(FunctionScorer(source, policy_tokenizer))
     except BaseException:
         for scorer in scorers:
             scorer.close()

@@ -52,6 +52,7 @@ def config_of(**changes: Any) -> Config:
         "train": {"minibatch_size": 3, "epochs": 2},
         "evaluate": {"source": "heldout.jsonl"},
     }
+    raw["rewards"] += changes.pop("more_rewards", [])
     for section, keys in changes.items():
         raw[section] = {k: v for k, v in (raw.get(section, {}) | keys).items() if v is not None}
     return parse(raw, "the test's configuration")
@@ -141,13 +142,16 @@ def _write_iteration(at: At) -> None:
         rewards = {
             "sample_id": [samples[s] for s, _ in pairs],
             "source": [source.name for _, source in pairs],
-            "kind": ["function"] * len(pairs),
+            "kind": [source.kind for _, source in pairs],
             "raw": raw,
             "value": raw,
             "weight": [source.weight for _, source in pairs],
             "status": ["ok" if good else "none" for good in ok],
             "detail": [None] * len(pairs),
-            "process": [None] * len(pairs),
+            "process": [
+                rng.normal(size=lengths[s]).astype(np.float32).tolist() if good and source.kind == "process" else None
+                for (s, source), good in zip(pairs, ok, strict=True)
+            ],
             "seconds": [0.1] * len(pairs),
         }
         forwards = {
@@ -216,18 +220,19 @@ def _write_iteration(at: At) -> None:
 
     def write_evaluations(staging: Any) -> Result:
         pairs = [(f"h-{row}", source.name) for row in range(2) for source in at.config.rewards]
+        n = len(pairs)
         columns: dict[str, Any] = {
-            "policy_version": [version + 1] * 4,
+            "policy_version": [version + 1] * n,
             "prompt_id": [prompt for prompt, _ in pairs],
             "source": [source for _, source in pairs],
-            "response_token_ids": [[5, EOS]] * 4,
-            "text": ["an answer"] * 4,
-            "finish_reason": ["stop"] * 4,
-            "score": [1.0, 2.0, 3.0, 4.0],
-            "status": ["ok"] * 4,
-            "reference_text": ["an answer"] * 4,
-            "reference_score": [0.5, 1.0, 1.5, None],
-            "reference_status": ["ok", "ok", "ok", "error"],
+            "response_token_ids": [[5, EOS]] * n,
+            "text": ["an answer"] * n,
+            "finish_reason": ["stop"] * n,
+            "score": [1.0 + i for i in range(n)],
+            "status": ["ok"] * n,
+            "reference_text": ["an answer"] * n,
+            "reference_score": [*(0.5 + 0.5 * i for i in range(n - 1)), None],
+            "reference_status": ["ok"] * (n - 1) + ["error"],
         }
         staging.write("evaluations", columns)
         return Result(2)

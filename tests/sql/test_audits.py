@@ -314,6 +314,9 @@ FAULTS: list[tuple[str, Callable[[Path], None]]] = [
 ]
 
 
+STEPS = {"name": "steps", "kind": "process", "function": "rewards:steps", "weight": 2.0}
+
+
 def found(lake: Path) -> set[str]:
     return {finding.audit.name for finding in audit(lake)}
 
@@ -331,7 +334,19 @@ def test_a_planted_fault_is_found_and_nothing_else(
 
 
 def test_every_audit_has_a_planted_fault() -> None:
-    assert {name for expected, _ in FAULTS for name in expected.split()} == {each.name for each in catalogue()}
+    found_here = {name for expected, _ in FAULTS for name in expected.split()} | {"process_rewards"}
+    assert found_here == {each.name for each in catalogue()}
+
+
+def test_a_process_reward_at_another_token_is_found(tmp_path: Path) -> None:
+    write_lake(tmp_path, more_rewards=[STEPS])
+
+    def change(rows: Rows) -> None:
+        row = next(row for row in rows if row["process"] is not None and len(row["process"]) > 1)
+        row["process"] = row["process"][::-1]
+
+    plant(tmp_path, "rewards", change)
+    assert found(tmp_path) == {"process_rewards"}
 
 
 def test_resealing_a_lake_changes_nothing(valid_lake: Path) -> None:
@@ -471,6 +486,8 @@ VARIANTS: list[dict[str, Any]] = [
     {"outcome": {"normalize": "running", "clip": 0.4, "clip_at": "before"}},
     {"outcome": {"normalize": "running", "scale": "std_only", "missing_eos_penalty": 1, "missing_eos_mode": "replace"}},
     {"outcome": {"missing_eos_penalty": 1, "missing_eos_mode": "subtract"}},
+    {"more_rewards": [STEPS, STEPS | {"name": "more-steps", "weight": -0.5}]},
+    {"more_rewards": [STEPS], "advantages": {"estimator": "rloo", "lam": None, "gamma": None}},
 ]
 
 

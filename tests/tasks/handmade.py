@@ -79,18 +79,19 @@ def write_scores(*shards: list[dict[str, Any]]) -> Callable[[Staging], Result]:
     def write_shard(staging: Staging, rows: list[dict[str, Any]]) -> None:
         n = len(rows)
         rewards = [(r["sample_id"], *reward) for r in rows for reward in r["rewards"]]
+        process = [r.get("process") if source == "steps" else None for r in rows for source, _, _ in r["rewards"]]
         staging.write(
             "rewards",
             {
                 "sample_id": [sample for sample, _, _, _ in rewards],
                 "source": [source for _, source, _, _ in rewards],
-                "kind": ["function"] * len(rewards),
+                "kind": ["process" if source == "steps" else "function" for _, source, _, _ in rewards],
                 "raw": [value for _, _, value, _ in rewards],
                 "value": [value for _, _, value, _ in rewards],
-                "weight": [{"r": 1.0, "half": 0.5}[source] for _, source, _, _ in rewards],
+                "weight": [{"r": 1.0, "half": 0.5, "steps": 2.0}[source] for _, source, _, _ in rewards],
                 "status": [status for _, _, _, status in rewards],
                 "detail": [None] * len(rewards),
-                "process": [None] * len(rewards),
+                "process": process,
                 "seconds": [0.0] * len(rewards),
             },
         )
@@ -126,7 +127,9 @@ def commit(
         "models": {"policy": "none"},
         "prompts": {"source": "none.jsonl", "per_iteration": 1},
         "rollout": {"max_new_tokens": 100},
-        "rewards": [{"name": name, "kind": "function", "function": "a:b"} for name in sources],
+        "rewards": [
+            {"name": name, "kind": "process" if name == "steps" else "function", "function": "a:b"} for name in sources
+        ],
         "advantages": {"kl_coef": 0.0, "whiten": "none", "gamma": 1.0, "lam": 1.0, **settings},
         "train": {"minibatch_size": 1},
     }

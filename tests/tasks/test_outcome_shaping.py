@@ -12,7 +12,7 @@ from schemas.experience import TABLE
 from schemas.manifest import StageName
 from tasks.carried import Carried, observed_kl
 from tasks.ppo.whitening import Moments
-from tasks.stage import At, Result, run_stage
+from tasks.stage import At, Result, StageError, run_stage
 
 
 def scored(sample_id: str, reward: float, length: int = 1, **changes: Any) -> dict[str, Any]:
@@ -205,3 +205,33 @@ def test_s39_outcomes_are_merged_and_greedy_answers_left_out():
         carried = Carried.from_facts(carried.after(rows, given).facts())
     assert (carried.outcomes.count, carried.outcomes.mean) == (3, 3.0)
     assert carried.outcomes.variance == pytest.approx(2.666667, abs=1e-6)
+
+
+# Process rewards
+
+
+def test_process_rewards_are_added_token_by_token_and_are_no_part_of_the_outcome(run_advantages):
+    steps = [0.5, -9.0, 0.25]  # the middle token is a tool's
+    samples = [
+        row(
+            "s-a",
+            [-1.0] * 3,
+            action_mask=[True, False, True],
+            process=steps,
+            rewards=[("r", 1.0, "ok"), ("steps", -8.25, "ok")],
+        ),
+        row("s-b", [-1.0], process=[3.0], rewards=[("steps", 3.0, "ok"), ("r", 0.0, "ok")]),
+        row("s-c", [-1.0], rewards=[("steps", None, "error"), ("r", 0.0, "ok")]),
+    ]
+    _, rows = run_advantages(samples, sources=("r", "steps"))
+    assert rows["s-a"]["process_reward"] == [1.0, -18.0, 0.5]
+    assert rows["s-a"]["shaped_reward"] == [1.0, 0.0, 1.5]
+    assert (rows["s-a"]["outcome"], rows["s-a"]["reward_sum"]) == (1.0, 2.5)
+    assert rows["s-b"]["shaped_reward"] == [6.0]
+    assert (rows["s-c"]["dropped"], rows["s-c"]["process_reward"]) == ("reward_failed", [0.0])
+
+
+def test_process_rewards_of_another_length_are_refused(run_advantages):
+    sample = row("s-a", [-1.0] * 2, process=[1.0], rewards=[("r", 1.0, "ok"), ("steps", 1.0, "ok")])
+    with pytest.raises(StageError, match=r"s-a has process rewards for another number of tokens"):
+        run_advantages([sample], sources=("r", "steps"))

@@ -7,8 +7,8 @@ SELECT e.run_id, e.iteration, e.sample_id AS subject,
 FROM experience AS e
 JOIN (
     SELECT run_id, iteration, sample_id,
-        if(bool_and(status = 'ok'), sum(weight::DOUBLE * value), NULL) AS expected,
-        sum(weight::DOUBLE * abs(value)) AS size,
+        if(bool_and(status = 'ok'), coalesce(sum(weight::DOUBLE * value) FILTER (kind <> 'process'), 0), NULL) AS expected,
+        coalesce(sum(weight::DOUBLE * abs(value)) FILTER (kind <> 'process'), 0) AS size,
         count(*) FILTER (status <> 'ok' AND NOT (status = 'none' AND finish_reason = 'abort')) AS failures,
     FROM rewards
     JOIN (SELECT run_id, iteration, sample_id, finish_reason FROM rollouts) USING (run_id, iteration, sample_id)

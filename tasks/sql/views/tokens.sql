@@ -21,6 +21,7 @@ SELECT
     unnest(e.continuation_mask) AS continuation_mask,
     unnest(e.old_logp) AS old_logp,
     unnest(e.sampled_kl) AS sampled_kl,
+    unnest(e.process_reward) AS process_reward,
     unnest(e.shaped_reward) AS shaped_reward,
     unnest(e.old_value) AS old_value,
     unnest(e.raw_advantage) AS raw_advantage,
