@@ -291,6 +291,12 @@ class TrainSection(Section):
     dual_clip: PositiveFloat | None = Field(
         None, description='objective = "dual_clip": ratio above which a negative advantage has no gradient'
     )
+    kl_penalty_coef: PositiveFloat | None = Field(
+        None, description='objective = "kl_penalty": where the weight of KL(old || new) starts'
+    )
+    kl_penalty_range: tuple[PositiveFloat, PositiveFloat] | None = Field(
+        None, description="[lowest, highest] KL(old || new) of an iteration, in nats a token, that leaves the weight be"
+    )
     entropy_coef: NonNegativeFloat = Field(
         0.0, description="weight of the sampled distribution's exact entropy, subtracted from the loss"
     )
@@ -315,6 +321,18 @@ class TrainSection(Section):
                 raise ValueError(f"{objective} needs train.dual_clip, a number above 1 + train.clip = {lowest:g}")
         elif self.dual_clip is not None:
             raise ValueError(f'{objective} has no use for train.dual_clip; remove it, or set objective = "dual_clip"')
+        for key in ("kl_penalty_coef", "kl_penalty_range"):
+            needed, given = self.objective is Objective.KL_PENALTY, getattr(self, key) is not None
+            if needed and not given:
+                raise ValueError(
+                    f"{objective} needs train.kl_penalty_coef and train.kl_penalty_range; try 1 and [0.003, 0.03]"
+                )
+            if given and not needed:
+                raise ValueError(f'{objective} has no use for train.{key}; remove it, or set objective = "kl_penalty"')
+        if self.kl_penalty_range is not None and self.kl_penalty_range[0] >= self.kl_penalty_range[1]:
+            raise ValueError("train.kl_penalty_range must read [lowest, highest]")
+        if self.objective is Objective.KL_PENALTY and self.ratio == "sequence":
+            raise ValueError(f'{objective} penalises the KL of every token; leave train.ratio at "token"')
         if self.objective is Objective.REINFORCE and self.ratio == "sequence":
             raise ValueError(f'{objective} has no ratio; leave train.ratio at "token", or use "importance"')
         return self

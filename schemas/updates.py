@@ -23,6 +23,7 @@ class Objective(StrEnum):
     DUAL_CLIP = "dual_clip"
     IMPORTANCE = "importance"
     REINFORCE = "reinforce"
+    KL_PENALTY = "kl_penalty"
 
 
 def _number(name: str, meaning: str, unit: str = "", *, volatile: bool = False) -> Column:
@@ -46,6 +47,7 @@ TABLE = Table(
         Column("objective", STRING, "name of the policy's loss: train.objective", enum=True),
         Column("ratio_level", STRING, "whose ratio the objective uses: token, or sequence (geometric mean)", enum=True),
         _number("policy_loss", "loss of the objective"),
+        _number("kl_penalty_coef", "weight of KL(old || new) in the objective kl_penalty; null for others"),
         _number("kl_loss", "beta * mean KL to the reference as added to the loss; null where kl_in is reward"),
         _number("entropy_bonus", "train.entropy_coef * mean entropy as subtracted from the loss; null without one"),
         _number("value_loss", "value loss, clipped where configured"),

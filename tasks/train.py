@@ -48,6 +48,7 @@ def _update(staging: Staging) -> Result:
     learner = held.learner(staging.version)
     parent, settings = learner.actor_digest(), staging.config.advantages
     before = learner.carried.kl_coef_under(settings)
+    penalty_before = learner.carried.penalty_coef_under(staging.config.train)
     try:
         update = learner.update(staging.read("rollouts"), experience, staging.config, at.iteration)
     except BaseException:
@@ -68,6 +69,11 @@ def _update(staging: Staging) -> Result:
             "observed": observed_kl(experience, settings),
             "coef_before": before,
             "coef_after": learner.carried.kl_coef_under(settings),
+        },
+        "kl_penalty": {
+            "observed": update.kl_moved,
+            "coef_before": penalty_before,
+            "coef_after": learner.carried.penalty_coef_under(staging.config.train),
         },
         "carried": learner.carried.facts(),
     }

@@ -18,6 +18,7 @@ from schemas import token_updates, updates
 from schemas.columns import Table
 from schemas.config import Config, TrainSection
 from schemas.manifest import StageName
+from schemas.updates import Objective
 from tasks.carried import Carried
 from tasks.engines.zero import ZeroEngine
 from tasks.lake.storage import LakeError
@@ -36,7 +37,7 @@ from tasks.models.loading import (
     vocab_size,
 )
 from tasks.models.samples import resolve
-from tasks.models.sequences import Batch, RowIndices, Sequences, batch, layout, ragged
+from tasks.models.sequences import Batch, RowIndices, Sequences, batch, layout, micro_batches, ragged
 from tasks.models.weights import tensors_digest
 from tasks.ppo.kl import KlEstimator, reference_kl_loss
 from tasks.ppo.losses import PolicyLoss, loss_denominator, reduce_loss, value_loss
@@ -54,9 +55,13 @@ def _no_rows(table: Table) -> dict[str, list[Any]]:
 
 @dataclass
 class Update:
-    """What a train stage did: the columns of `updates` and, where recorded, of `token_updates`; steps applied."""
+    """What a train stage did: the columns of `updates` and, where recorded, of `token_updates`; steps applied.
+
+    `kl_moved`: KL(old || new) a token after all steps, in nats, measured for the objective kl_penalty alone.
+    """
 
     applied: int = 0
+    kl_moved: float | None = None
     updates: dict[str, list[Any]] = field(default_factory=lambda: _no_rows(updates.TABLE))
     token_updates: dict[str, list[Any]] | None = None
 
@@ -225,7 +230,7 @@ class Learner:
         critic_only = iteration < train.critic_warmup_iterations
         result = Update(token_updates=_no_rows(token_updates.TABLE) if train.record_tokens else None)
         done, total = 0, len(kept) * train.epochs
-        step = 0
+        step, stopped = 0, False
         for epoch in range(train.epochs):
             for minibatch, micros in enumerate(
                 layout(kept, sequences.lengths, train, config.run.seed, iteration, epoch)
@@ -242,6 +247,7 @@ class Learner:
                 own = data.whitened(rows) if config.advantages.whiten == "minibatch" else data
                 seen = self._accumulate(sequences, own, micros, config, critic_only)
                 row |= _metrics(seen, own, rows, train)
+                row["kl_penalty_coef"] = self.carried.penalty_coef_under(train)
                 row |= self._apply(seen, row["approx_kl"], train, critic_only)
                 result.applied += row["applied"]
                 row["seconds"] = time.perf_counter() - started
@@ -253,16 +259,24 @@ class Learner:
                 done += len(rows)
                 report(StageName.TRAIN, done, total, f"{row['tokens'] / row['seconds']:.0f} tokens/s")
                 step += 1
-                if row["stopped_early"]:
-                    return self._advance(result, experience, config)
-        return self._advance(result, experience, config)
-
-    def _advance(self, result: Update, experience: pa.Table, config: Config) -> Update:
+                stopped = row["stopped_early"]
+                if stopped:
+                    break
+            if stopped:
+                break
         if result.applied:
+            if train.objective is Objective.KL_PENALTY and not critic_only:
+                result.kl_moved = self._kl_moved(sequences, data, kept, train)
             self.version += 1
-            self.carried = self.carried.after(experience, config)
+            self.carried = self.carried.after(experience, config, result.kl_moved)
             self._digests.clear()
         return result
+
+    def _kl_moved(self, sequences: Sequences, data: _Experience, kept: list[int], train: TrainSection) -> float | None:
+        """Mean KL(old || new) over the actions of all rows trained on, in nats."""
+        logp = self.logp(sequences, micro_batches(kept, sequences.lengths, train.micro_batch_size))
+        new_logp = torch.from_numpy(np.concatenate([logp[i] for i in kept])).to(device())
+        return approx_kl(new_logp, data.tokens("old_logp", kept), data.tokens("action_mask", kept), APPROX_KL)
 
     def _accumulate(
         self, sequences: Sequences, data: _Experience, micros: list[RowIndices], config: Config, critic_only: bool
@@ -327,7 +341,8 @@ class Learner:
         old_logp, advantage, sampled_kl = (micro.padded(data.tokens(n, micro.rows)) for n in names)
         weight = torch.tensor([data.importance_weight[i] for i in micro.rows], device=mask.device)[:, None]
         new = micro.padded(new_logp)
-        policy = policy_loss(new, old_logp, advantage, mask, train)
+        penalty_coef = self.carried.penalty_coef_under(train)
+        policy = policy_loss(new, old_logp, advantage, mask, train, penalty_coef=penalty_coef)
         losses = {"policy_loss": reduced(policy.loss * weight)}
         if settings.kl_in == "loss":
             kl = reference_kl_loss(new, old_logp, sampled_kl, mask, KlEstimator(settings.kl_estimator))

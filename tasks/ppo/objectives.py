@@ -15,9 +15,18 @@ from tasks.ppo.losses import PolicyLoss, clipped_policy_loss, log_ratio
 
 
 def policy_loss(
-    new_logp: Tensor, old_logp: Tensor, advantage: Tensor, mask: Tensor, settings: TrainSection
+    new_logp: Tensor,
+    old_logp: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    settings: TrainSection,
+    *,
+    penalty_coef: float | None = None,
 ) -> PolicyLoss:
-    """The configured objective, with the ratio of each token or of its whole sequence; all tensors [.., T]."""
+    """The configured objective, with the ratio of each token or of its whole sequence; all tensors [.., T].
+
+    `penalty_coef` is the weight of KL(old || new) for the objective kl_penalty, whose KL is estimated by k3.
+    """
     if settings.ratio == "sequence":
         new_logp, old_logp = sequence_log_ratio(new_logp, old_logp, mask), torch.zeros_like(old_logp)
     of = new_logp, old_logp, advantage, mask
@@ -32,6 +41,9 @@ def policy_loss(
             return importance_sampled_policy_loss(*of)
         case Objective.REINFORCE:
             return reinforce_policy_loss(*of)
+        case Objective.KL_PENALTY:
+            assert penalty_coef is not None
+            return kl_penalized_policy_loss(*of, penalty_coef=penalty_coef, estimator=KlEstimator.K3)
 
 
 def dual_clipped_policy_loss(

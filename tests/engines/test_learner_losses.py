@@ -68,6 +68,10 @@ OBJECTIVES = {
         {"objective": "importance", "ratio": "sequence"},
         of_sequence_ratio(lambda ratio, a: -ratio * a),
     ),
+    "kl penalty": (
+        {"objective": "kl_penalty", "kl_penalty_coef": 0.7, "kl_penalty_range": [0.01, 0.1]},
+        lambda log_p, logp, old, a, kl: -a * (logp - old).exp() + 0.7 * ((logp - old).exp() - 1 - (logp - old)),
+    ),
     "reinforce": ({"objective": "reinforce"}, lambda log_p, logp, old, a, kl: -logp * a),
 }
 
@@ -197,6 +201,32 @@ def test_losses_that_are_not_asked_for_are_absent(open_learner, training_data, m
     data = training_data(learner, config)
     updates = learner.update(data.rollouts, data.experience, config, 0).updates
     assert updates["kl_loss"] == updates["entropy_bonus"] == [None] * 3
+
+
+def test_the_penalty_follows_how_far_all_steps_together_moved_the_policy(
+    open_learner, training_data, make_config, tmp_path
+):
+    """k3 of the finished update: a rate of 0 stays below the range, a large one passes it; a resume goes on alike."""
+    options = {"objective": "kl_penalty", "kl_penalty_coef": 0.4, "kl_penalty_range": [1e-6, 1e-4]}
+    coefs = {}
+    for rate in (0.0, 1e-2):
+        config = make_config(train={"minibatch_size": 10, "actor_lr": rate, **options})
+        learner = open_learner(config)
+        data = training_data(learner, config)
+        result = learner.update(data.rollouts, data.experience, config, 0)
+        assert result.updates["kl_penalty_coef"] == [0.4]
+        assert result.updates["approx_kl"] == [0.0]  # before the only step
+        coefs[rate] = learner.carried.penalty_coef
+    assert coefs == {0.0: 0.2, 1e-2: 0.8}
+    assert result.kl_moved > 1e-4
+    learner.save(tmp_path / "000001")
+    again = open_learner(config, tmp_path / "000001")
+    assert again.carried == learner.carried
+    after = [each.update(data.rollouts, data.experience, config, 1).updates for each in (learner, again)]
+    assert after[0]["kl_penalty_coef"] == after[1]["kl_penalty_coef"] == [0.8]
+    assert learner.actor_digest() == again.actor_digest()
+    changed = make_config(train={**config.train.model_dump(mode="json"), "kl_penalty_coef": 3.0})
+    assert again.carried.penalty_coef_under(changed.train) == 3.0
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

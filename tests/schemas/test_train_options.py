@@ -21,6 +21,9 @@ def config(**sections: dict[str, Any]) -> Config:
     return parse(raw, "the test")
 
 
+PENALTY = {"objective": "kl_penalty", "kl_penalty_coef": 1, "kl_penalty_range": [0.003, 0.03]}
+
+
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
@@ -29,6 +32,12 @@ def config(**sections: dict[str, Any]) -> Config:
         ({"train": {"objective": "dual_clip", "dual_clip": 1.4, "clip": [0.2, 0.4]}}, "needs train.dual_clip.*1.4"),
         ({"train": {"dual_clip": 3}}, '"clip" has no use for train.dual_clip.*objective = "dual_clip"'),
         ({"train": {"objective": "reinforce", "ratio": "sequence"}}, "reinforce.*no ratio.*importance"),
+        ({"train": {"objective": "kl_penalty", "kl_penalty_coef": 1}}, "kl_penalty.*needs.*kl_penalty_range"),
+        ({"train": {"objective": "kl_penalty", "kl_penalty_range": [1, 2]}}, "kl_penalty.*needs.*kl_penalty_coef"),
+        ({"train": {"kl_penalty_coef": 1}}, '"clip" has no use for train.kl_penalty_coef.*objective = "kl_penalty"'),
+        ({"train": {**PENALTY, "kl_penalty_range": [0.1, 0.1]}}, r"kl_penalty_range must read \[lowest, highest\]"),
+        ({"train": {**PENALTY, "kl_penalty_range": [0, 0.1]}}, "kl_penalty_range.*greater than 0"),
+        ({"train": {**PENALTY, "ratio": "sequence"}}, "kl_penalty.*every token.*train.ratio"),
         ({"advantages": {"kl_in": "both"}}, "advantages.kl_in.*'reward' or 'loss'"),
         ({"advantages": {"kl_in": "loss"}}, 'kl_in = "loss".*k2.*k3.*k1 is 0 on average'),
         ({"train": {"entropy_coef": -0.1}}, "train.entropy_coef.*greater than or equal to 0"),
