@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from schemas.config import Config
 from schemas.ids import derive_seed
 from tasks.lake.storage import LakeError
+from tasks.models import attention
 from tasks.models.logprobs import token_logprobs
 from tasks.models.samples import resolve
 from tasks.models.sequences import RowIndices, Sequences, batch
@@ -177,6 +178,7 @@ class Policy(nn.Module):
         self.temperature = config.rollout.temperature
         self.vocab_size = vocab_size
         self.dtype = DTYPES[config.models.compute_dtype]
+        _choose_attention(model, self.dtype)
 
     def forward(self, input_ids_BL: Tensor, score_at_N: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy of every response token [N], in nats, float32; see `sequences.Batch`."""
@@ -193,12 +195,18 @@ class Critic(nn.Module):
         self.backbone = backbone
         self.head = _aligned(head).to(device())
         self.dtype = DTYPES[config.models.compute_dtype]
+        _choose_attention(backbone, self.dtype)
 
     def forward(self, input_ids_BL: Tensor, at_N: Tensor) -> Tensor:
         """Values at flat positions, float32 [N]; the head works in float32 whatever the compute dtype."""
         hidden_NH = _hidden(self.backbone, input_ids_BL, self.dtype).flatten(0, 1).index_select(0, at_N)
         with torch.autocast(hidden_NH.device.type, enabled=False):
             return self.head(hidden_NH.float()).squeeze(-1)
+
+
+def _choose_attention(model: Any, dtype: torch.dtype) -> None:
+    if dtype == torch.bfloat16 and device().type == "cpu":
+        model.set_attn_implementation(attention.register())
 
 
 def _hidden(backbone: Any, input_ids_BL: Tensor, dtype: torch.dtype) -> Tensor:
