@@ -80,13 +80,14 @@ def replay(
 
 
 def replay_stages(run: Run, iteration: int | None = None, stage: StageName | None = None) -> Iterator[Replayed]:
-    """Recomputes every committed stage of a run, or those of one iteration, or of one name, in order.
+    """Recomputes every stage that a run committed itself, or those of one iteration, or of one name, in order.
 
     Raises LakeError where there is none, or an input isn't what its manifest lists.
     """
     from tasks.one_stage import resources
 
-    chosen = [m for m in run.manifests() if iteration in (None, m.iteration) and stage in (None, m.stage)]
+    own = (m for m in run.manifests() if m.run_id == run.run_id)
+    chosen = [m for m in own if iteration in (None, m.iteration) and stage in (None, m.stage)]
     if not chosen:
         raise LakeError(f"run {run.run_id} has committed no such stage; rollbook status shows where it stands")
     with tempfile.TemporaryDirectory(prefix="rollbook-replay-") as folder, resources():

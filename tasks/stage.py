@@ -276,6 +276,8 @@ class _Attempt:
         """Puts the shards in their places and the manifest last, unless another attempt has begun."""
         with self.working(), one_at_a_time(self.folder):
             self.require_newest()
+            if not all((self.staged / output.path).exists() for output in manifest.outputs):
+                raise Superseded(f"another process took {self.name} over and cleared what this one wrote; it stops")
             for output in manifest.outputs:
                 (self.staged / output.path).rename(self.folder / output.path)
             self.staged.rmdir()

@@ -3,12 +3,13 @@
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from small_lake import RUN_ID, config_of, edit_manifest, shard_path, write_lake
+from small_lake import RUN_ID, config_of, edit_manifest, plant, shard_path, write_lake
 
 from schemas import TABLES
 from schemas.manifest import StageName
@@ -216,3 +217,37 @@ def test_s87_nothing_is_written_beside_the_lake(valid_lake: Path) -> None:
     before = sorted(valid_lake.rglob("*"))
     rows(valid_lake, "SELECT * FROM tokens")
     assert sorted(valid_lake.rglob("*")) == before
+
+
+def test_lineage_leads_from_a_version_to_its_samples_and_from_a_sample_to_its_updates(pristine_lake: Path) -> None:
+    """Each iteration makes a version in four steps of three samples; its 6 samples answer 3 prompts."""
+    query = "SELECT made_version, count(*), count(DISTINCT sample_id), bool_and(applied) FROM lineage GROUP BY ALL"
+    assert sorted(rows(pristine_lake, query)) == [(1, 12, 6, True), (2, 12, 6, True)]
+    query = "SELECT DISTINCT prompt_id FROM lineage JOIN prompts USING (run_id, iteration, prompt_id)"
+    assert len(rows(pristine_lake, f"{query} WHERE made_version <= 2")) == 6
+    query = "SELECT step, epoch, minibatch, place, made_version FROM lineage WHERE sample_id = 's-000001-00002-00'"
+    assert sorted(rows(pristine_lake, query)) == [(0, 0, 0, 2, 2), (3, 1, 1, 2, 2)]
+
+
+def test_a_step_without_effect_made_no_version(valid_lake: Path) -> None:
+    def skip(steps: list[dict[str, Any]]) -> None:
+        for step in steps:
+            step["skipped"] = True
+
+    plant(valid_lake, "updates", skip)
+    edit_manifest(valid_lake, StageName.TRAIN, lambda manifest: manifest.update(policy_version_out=1))
+    query = "SELECT DISTINCT made_version, applied FROM lineage WHERE iteration = 1"
+    assert rows(valid_lake, query) == [(None, False)]
+
+
+def test_a_branch_has_the_rows_that_it_shares_with_its_parent(valid_lake: Path) -> None:
+    run, branch = Run(valid_lake, RUN_ID), Run(valid_lake, f"{RUN_ID}~1")
+    branch.write_branch(run.fork(1, StageName.ADVANTAGES))
+    branch.write_record(run.record_at(1), 1)
+    counts = "SELECT run_id, iteration, count(*) FROM {} GROUP BY ALL ORDER BY ALL"
+    assert rows(valid_lake, counts.format("rollouts")) == [(r, k, 6) for r in (RUN_ID, f"{RUN_ID}~1") for k in (0, 1)]
+    assert rows(valid_lake, counts.format("experience")) == [(RUN_ID, 0, 6), (RUN_ID, 1, 6), (f"{RUN_ID}~1", 0, 6)]
+    homes = f"SELECT DISTINCT home_run_id FROM stages WHERE run_id = '{RUN_ID}~1'"
+    assert rows(valid_lake, homes) == [(RUN_ID,)]
+    with connect(valid_lake, f"{RUN_ID}~1") as connection:
+        assert connection.execute("SELECT DISTINCT run_id FROM tokens").fetchall() == [(f"{RUN_ID}~1",)]
