@@ -87,10 +87,15 @@ def _sha256(path: Path) -> str:
 def is_complete(folder: Path) -> bool:
     """Whether a save of this folder finished and every file it lists is there in full length."""
     try:
-        listed = json.loads((folder / MANIFEST).read_bytes())
-        return all((folder / n).stat().st_size == f["bytes"] for n, f in listed.items())
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # not there, or cut short
+        return all((folder / name).stat().st_size == size for name, (size, _) in _listed(folder).items())
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):  # not there, or not as written
         return False
+
+
+def _listed(folder: Path) -> dict[str, tuple[int, str]]:
+    """Bytes and SHA-256 of every file that a state's manifest lists."""
+    listed = json.loads((folder / MANIFEST).read_bytes())
+    return {name: (file["bytes"], file["sha256"]) for name, file in listed.items()}
 
 
 def saved_versions(root: Path) -> list[int]:
@@ -108,10 +113,10 @@ def verify(folder: Path) -> None:
     """Raises LakeError where a file of a saved state isn't the one that was written."""
     if not is_complete(folder):
         raise LakeError(f"{folder} is not a complete learner state; use an earlier version, or train it again")
-    listed = json.loads((folder / MANIFEST).read_text())
+    listed = _listed(folder)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for name, sha256 in zip(listed, pool.map(lambda n: _sha256(folder / n), listed), strict=True):
-            if sha256 != listed[name]["sha256"]:
+            if sha256 != listed[name][1]:
                 raise LakeError(
                     f"{folder / name} is not the file its manifest lists (SHA-256 differs); restore it, or remove "
                     f"{folder}, and the version is rebuilt from the stored experience"
