@@ -75,6 +75,8 @@ for function in COMMANDS:
 def main() -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setLevel(logging.WARNING)
+    # Prefect would print the traceback of an error that is about to be told in words.
+    handler.addFilter(lambda record: not record.name.startswith("prefect"))
     logging.basicConfig(handlers=[handler], format="%(levelname)s %(message)s")
     app()
 

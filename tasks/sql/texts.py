@@ -59,7 +59,7 @@ class Reader:
         tokens = pc.sum(pc.list_value_length(data["response_token_ids"])).as_py() or 0
         stride = 1 + tokens // TOKENS_A_SHARD
         names = ["iteration", "sample_id", "response_token_ids", "text"]
-        some = data.select(names).take(pa.array(range(0, data.num_rows, stride))).to_pylist()
+        some = data.select(names).take(pa.array(range(0, data.num_rows, stride), pa.int64())).to_pylist()
         known = [row for row in some if all(0 <= id < self.size for id in row["response_token_ids"])]
         return [(run_id, *self._row(row)) for row in known]
 
