@@ -102,7 +102,8 @@ def _write_experience(staging: Staging, given: _Settings) -> Result:
             staging.write("experience", dict(zip(shard.column_names, shard.columns, strict=True)))
             dropped.update(reason for reason in samples["dropped"].to_pylist() if reason is not None)
             done += samples.num_rows
-            own = shard.filter(pc.fill_null(pc.not_equal(shard["dropped"], Dropped.BASELINE), True))
+            numbers = shard.select(["outcome", "kl_sum", "dropped"])
+            own = numbers.filter(pc.fill_null(pc.not_equal(numbers["dropped"], Dropped.BASELINE), True))
             outcomes = own["outcome"].drop_null()
             sampled += own.num_rows
             scored += len(outcomes)

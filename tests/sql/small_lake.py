@@ -195,7 +195,8 @@ def _write_iteration(at: At) -> None:
         kept = trained["dropped"].null_count
         before = Carried.into(at)
         after = before.after(trained, at.config)
-        kl = {"observed": observed_kl(trained, at.config.advantages)}
+        settings = at.config.advantages
+        kl = {"target": settings.kl_target, "observed": observed_kl(trained, settings)}
         kl |= {"coef_before": before.kl_coef, "coef_after": after.kl_coef}
         facts = {"actor_digest": f"w{version + 1}", "kl": kl, "carried": after.facts()}
         return Result(kept, {"left out": len(trained) - kept}, policy_version=version + 1, facts=facts)
