@@ -109,7 +109,7 @@ CURVE = {
 
 def print_iterations(lake: Path, run_id: str) -> None:
     """Prints the training curve of a run, one row an iteration."""
-    with connect(lake, run_id) as connection:
+    with connect(lake, run_id, query="iterations") as connection:
         curve = _dicts(connection.execute("FROM iterations"))
     print_table(make_console(), f"iterations of {run_id}", CURVE, curve)
 
@@ -132,10 +132,11 @@ def sql(
     query: Annotated[str, typer.Argument(help="Any DuckDB query; `rollbook schema` lists tables and views.")],
     lake: LakeOption = None,
     run: Annotated[str | None, typer.Option("--run", help="Only this run; every run of the lake if not given.")] = None,
+    iteration: Annotated[int | None, typer.Option("--iteration", help="Only this one: quick in a long run.")] = None,
     format: Annotated[SqlFormat, typer.Option("--format", help="table, csv or json.")] = SqlFormat.TABLE,
 ) -> None:
     """Query a lake with SQL: its tables and the views tokens, iterations, stages and more."""
-    with connect(lake or default_lake(), run) as connection:
+    with connect(lake or default_lake(), run, iteration, query) as connection:
         try:
             # The whole result first: an error in a late row must not leave half an answer on stdout.
             complete = connection.sql(query).materialize()  # noqa: F841 - DuckDB reads it by its name

@@ -153,7 +153,11 @@ class Run:
     # Manifests
 
     def stage_folder(self, iteration: int, stage: StageName) -> Path:
-        return self.home(iteration, stage).folder / f"{iteration:06d}" / stage
+        return self.home(iteration, stage).own_folder(iteration, stage)
+
+    def own_folder(self, iteration: int, stage: StageName) -> Path:
+        """Where the stage lies if this run wrote it, and no ancestor that it branched from."""
+        return self.folder / f"{iteration:06d}" / stage
 
     def iterations(self) -> list[int]:
         """Iterations with a folder, in order; the last may be unfinished."""

@@ -5,6 +5,7 @@ never read; no guess at types from folder names.
 """
 
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from importlib.resources import files
@@ -18,7 +19,7 @@ from schemas import TABLES
 from schemas.columns import Table
 from tasks.lake.shards import foreign_schema
 from tasks.lake.storage import LakeError
-from tasks.sql.snapshot import Snapshot, take
+from tasks.sql.snapshot import MANIFEST_TABLES, Snapshot, take
 
 MEMORY_LIMIT = "2GB"
 """What DuckDB may hold; a larger query spills to the temporary folder. Half of a small machine."""
@@ -26,31 +27,53 @@ MEMORY_LIMIT = "2GB"
 VIEWS = ("configs", "tokens", "heldout", "iterations", "health", "signals", "lineage")
 """Views written in SQL, each after those it reads."""
 
+RELATIONS = frozenset([*TABLES, *MANIFEST_TABLES, *VIEWS])
+"""Everything that can be queried."""
 
-def connect(lake: Path, run_id: str | None = None) -> duckdb.DuckDBPyConnection:
-    """A connection with every table and view of the lake, of one run or of all.
 
+def connect(
+    lake: Path, run_id: str | None = None, iteration: int | None = None, query: str | None = None
+) -> duckdb.DuckDBPyConnection:
+    """A connection with every table and view of the lake, of one run or of all, of one iteration or of all.
+
+    Where a query is given, only what it names is there, so that a large lake need not be read for a small question.
     Raises LakeError where there is no run, a manifest can't be read, or a shard has a foreign schema.
     """
-    return open_snapshot(take(lake, run_id))
+    names = RELATIONS if query is None else _named(query)
+    stages = {TABLES[name].stage for name in names & TABLES.keys()}
+    manifests_are_rows = not names.isdisjoint(MANIFEST_TABLES)
+    return open_snapshot(take(lake, run_id, iteration, None if manifests_are_rows else stages), names)
 
 
-def open_snapshot(snapshot: Snapshot) -> duckdb.DuckDBPyConnection:
-    """A connection over the committed shards of a snapshot."""
+def _named(query: str) -> frozenset[str]:
+    """The relations whose names stand in a query, and those that these are made of; all where it names none."""
+    found = RELATIONS & set(re.findall(r"\w+", query.lower()))
+    for view in reversed(VIEWS):
+        if view in found:
+            found |= RELATIONS & set(re.findall(r"\w+", re.sub(r"--.*", "", view_sql(view))))
+    return found or RELATIONS
+
+
+def open_snapshot(snapshot: Snapshot, names: frozenset[str] | None = None) -> duckdb.DuckDBPyConnection:
+    """A connection over the committed shards of a snapshot, with all relations or those named."""
+    names = RELATIONS if names is None else names
     shards: dict[str, list[Shard]] = {name: [] for name in TABLES}
     for entry, output, path in snapshot.outputs():
         if problem := foreign_schema(path, output):
             raise LakeError(problem)
-        shards[output.table].append(Shard(entry.run_id if entry.shared else None, output.rows == 0, str(path)))
+        if output.table in names:
+            shards[output.table].append(Shard(entry.run_id if entry.shared else None, output.rows == 0, str(path)))
 
     connection = duckdb.connect(":memory:", config=_settings())
     connection.execute("SET TimeZone = 'UTC'; SET enable_progress_bar = false")
-    for name, table in TABLES.items():
-        connection.execute(_view(table, shards[name]))
-    add_tables(connection, snapshot.tables())
+    for name in TABLES:
+        if name in names:
+            connection.execute(_view(TABLES[name], shards[name]))
+    add_tables(connection, snapshot.tables(names))
     connection.execute(view_sql("macros"))
     for name in VIEWS:
-        connection.execute(f"CREATE VIEW {name} AS {view_sql(name)}")
+        if name in names:
+            connection.execute(f"CREATE VIEW {name} AS {view_sql(name)}")
     return connection
 
 

@@ -18,7 +18,15 @@ from schemas.manifest import Output
 from tasks.lake.digest import content_digest
 from tasks.lake.shards import foreign_schema, schema_difference
 from tasks.sql import texts
-from tasks.sql.shard_values import NONFINITE, WRONG_LENGTHS, Rows, nonfinite_values, wrong_lengths
+from tasks.sql.shard_values import (
+    ABOVE_MAXIMUM,
+    NONFINITE,
+    WRONG_LENGTHS,
+    Rows,
+    above_maximum,
+    nonfinite_values,
+    wrong_lengths,
+)
 from tasks.sql.snapshot import STAGE, Entry, Snapshot, arrow_table
 
 FILES = Table(
@@ -77,6 +85,7 @@ class _Shard:
     row: dict[str, Any]
     wrong_lengths: Rows = field(default_factory=list)
     nonfinite_values: Rows = field(default_factory=list)
+    above_maximum: Rows = field(default_factory=list)
     texts: Rows = field(default_factory=list)
 
 
@@ -102,6 +111,7 @@ def inspect(snapshot: Snapshot) -> Inspection:
     found: list[tuple[Table, Callable[[_Shard], Rows]]] = [
         (WRONG_LENGTHS, lambda shard: shard.wrong_lengths),
         (NONFINITE, lambda shard: shard.nonfinite_values),
+        (ABOVE_MAXIMUM, lambda shard: shard.above_maximum),
         (texts.TEXTS, lambda shard: shard.texts),
     ]
     for table, rows_of in found:
@@ -133,7 +143,7 @@ def _inspect(lake: Path, entry: Entry, output: Output, path: Path, reader: texts
         return _Shard(row | {"problem": "is listed, but missing"})
     row["sha256_found"] = hashlib.sha256(content).hexdigest()
     try:
-        data = pq.read_table(pa.BufferReader(content))
+        data = pq.ParquetFile(pa.BufferReader(content)).read(use_threads=False)
         data.validate(full=True)
     except (pa.ArrowException, OSError) as error:
         problem = f"can't be read ({str(error).splitlines()[0]}); {len(content)} bytes, listed {output.bytes}"
@@ -148,5 +158,6 @@ def _inspect(lake: Path, entry: Entry, output: Output, path: Path, reader: texts
         row | {"content_found": content_digest(data, table)},
         wrong_lengths(data, table, entry.run_id),
         nonfinite_values(data, table, entry.run_id),
+        above_maximum(data, table, entry.run_id),
         reader.check(data, entry.run_id) if reader and output.table == "rollouts" else [],
     )

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas.columns import INT32, INT64, ITERATION, RUN_ID, STRING, Column, Table
+from schemas.columns import FLOAT32, INT32, INT64, ITERATION, RUN_ID, STRING, Column, Table
 
 _PLACE = (
     RUN_ID,
@@ -37,6 +37,14 @@ NONFINITE = Table(
     meaning="one row a value or list that isn't finite",
     key=("table_name", "subject", "column_name"),
     columns=(*_PLACE, Column("position", INT64, "the first such entry of a list", nullable=True)),
+)
+
+ABOVE_MAXIMUM = Table(
+    name="above_maximum",
+    stage="",
+    meaning="one row a value or list that goes above what its column is declared to hold",
+    key=("table_name", "subject", "column_name"),
+    columns=(*_PLACE, Column("largest", FLOAT32, "the largest finite one of its numbers")),
 )
 
 Rows = list[tuple[Any, ...]]
@@ -67,9 +75,8 @@ def nonfinite_values(data: pa.Table, table: Table, run_id: str) -> Rows:
         values = data[column.name].combine_chunks()
         bad = _where(pc.invert(pc.is_finite(values.flatten() if column.is_list else values)))
         if column.is_list and len(bad):
-            starts = np.cumsum(pc.fill_null(pc.list_value_length(values), 0).to_numpy()) - 1
-            rows, first = np.unique(np.searchsorted(starts, bad), return_index=True)
-            before = np.concatenate([[0], starts[:-1] + 1])
+            in_row, before = _rows_of(values, bad)
+            rows, first = np.unique(in_row, return_index=True)
             positions = (bad[first] - before[rows]).tolist()
         else:
             rows, positions = bad, [None] * len(bad)
@@ -78,6 +85,29 @@ def nonfinite_values(data: pa.Table, table: Table, run_id: str) -> Rows:
             for row, position in zip(rows.tolist(), positions, strict=True)
         ]
     return found
+
+
+def above_maximum(data: pa.Table, table: Table, run_id: str) -> Rows:
+    """Rows of ABOVE_MAXIMUM for one shard of a run."""
+    found: Rows = []
+    for column in table.columns:
+        if column.maximum is None:
+            continue
+        values = data[column.name].combine_chunks()
+        flat = values.flatten() if column.is_list else values
+        bad = _where(pc.and_(pc.greater(flat, column.maximum), pc.is_finite(flat)))
+        rows = _rows_of(values, bad)[0] if column.is_list else bad
+        largest: dict[int, float] = {}
+        for row, index in zip(rows.tolist(), bad.tolist(), strict=True):
+            largest[row] = max(largest.get(row, -np.inf), flat[index].as_py())
+        found += [(run_id, *_place(data, table, column.name, row), most) for row, most in largest.items()]
+    return found
+
+
+def _rows_of(lists: pa.ListArray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The row of each index into the flattened lists, and where each row begins there."""
+    ends = np.cumsum(pc.fill_null(pc.list_value_length(lists), 0).to_numpy())
+    return np.searchsorted(ends, indices, side="right"), np.concatenate([[0], ends[:-1]])
 
 
 def _where(mask: pa.Array | pa.ChunkedArray) -> np.ndarray:

@@ -1,6 +1,6 @@
 """What a lake has committed at one moment: the manifests, and the tables that are made of them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,8 @@ SETTINGS = Table(
     ),
 )
 
+Rows = list[tuple[Any, ...]]
+
 MANIFEST_TABLES = {t.name: t for t in (STAGES, INPUTS, OUTPUTS, SETTINGS)}
 
 
@@ -136,32 +138,34 @@ class Snapshot:
         kept = tuple(e for e in self.entries if (e.run_id, e.manifest.iteration) not in iterations)
         return Snapshot(self.lake, kept, self.records)
 
-    def tables(self) -> dict[str, pa.Table]:
-        """The tables made of manifests and configurations, by name."""
-        rows = {
-            STAGES.name: [_stage(e) for e in self.entries],
-            INPUTS.name: [
+    def tables(self, names: Collection[str] = tuple(MANIFEST_TABLES)) -> dict[str, pa.Table]:
+        """The tables made of manifests and configurations, by name: all, or those among `names`."""
+        rows: dict[str, Callable[[], Rows]] = {
+            STAGES.name: lambda: [_stage(e) for e in self.entries],
+            INPUTS.name: lambda: [
                 (*e.place, i.run_id, i.iteration, i.stage, i.digest) for e in self.entries for i in e.manifest.inputs
             ],
-            OUTPUTS.name: [
+            OUTPUTS.name: lambda: [
                 (
                     *(*e.place, o.table, path.relative_to(self.lake).as_posix()),
                     *(o.rows, o.bytes, o.sha256, o.content_digest, o.fingerprint),
                 )
                 for e, o, path in self.outputs()
             ],
-            SETTINGS.name: [
+            SETTINGS.name: lambda: [
                 (run_id, first, key, value)
                 for run_id, records in self.records.items()
                 for first, record in records.items()
                 for key, value in _flat(record.config.model_dump(mode="json"))
             ],
         }
-        return {name: arrow_table(MANIFEST_TABLES[name], found) for name, found in rows.items()}
+        return {name: arrow_table(MANIFEST_TABLES[name], made()) for name, made in rows.items() if name in names}
 
 
-def take(lake: Path, run_id: str | None = None, iteration: int | None = None) -> Snapshot:
-    """Reads the manifests of one run or of all, of one iteration or of all.
+def take(
+    lake: Path, run_id: str | None = None, iteration: int | None = None, stages: Collection[str] | None = None
+) -> Snapshot:
+    """Reads the manifests of one run or of all, of one iteration or of all, of some stages or of all.
 
     Raises LakeError where there is no such run, or a manifest can't be read.
     """
@@ -169,12 +173,18 @@ def take(lake: Path, run_id: str | None = None, iteration: int | None = None) ->
     runs = [] if run_id else [Run(lake, p.parent.name) for p in sorted(lake.glob("runs/*/configs"))]
     runs = runs or [open_run(lake, run_id)]
     entries = tuple(
-        Entry(run.run_id, m, run.stage_folder(m.iteration, m.stage))
+        Entry(run.run_id, m, Run(lake, m.run_id).own_folder(m.iteration, m.stage))
         for run in runs
-        for m in run.manifests()
-        if iteration in (None, m.iteration)
+        for m in _manifests(run, iteration, stages)
     )
     return Snapshot(lake, entries, {run.run_id: run.records() for run in runs})
+
+
+def _manifests(run: Run, iteration: int | None, stages: Collection[str] | None) -> Iterator[Manifest]:
+    for k in run.iterations() if iteration is None else [iteration]:
+        for stage in StageName if stages is None else [s for s in StageName if s in stages]:
+            if manifest := run.manifest(k, stage):
+                yield manifest
 
 
 def _stage(entry: Entry) -> tuple[Any, ...]:
@@ -197,6 +207,6 @@ def _flat(value: Any, key: str = "") -> Iterator[tuple[str, str | None]]:
         yield key, value if value is None or isinstance(value, str) else canonical(value)
 
 
-def arrow_table(table: Table, rows: list[tuple[Any, ...]]) -> pa.Table:
+def arrow_table(table: Table, rows: Rows) -> pa.Table:
     columns = list(zip(*rows, strict=True)) if rows else [()] * len(table.columns)
     return pa.table([pa.array(v, c.type) for v, c in zip(columns, table.columns, strict=True)], table.arrow.names)

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from schemas.columns import BOOL, INT32, ITERATION, RUN_ID, SAMPLE_ID, STRING, Column, Table
 from tasks.models.samples import folder_of
 
-TOKENS_A_SHARD = 2000
+TOKENS_A_SHARD = 1000
 """Response tokens of a shard that are looked at, in rows spread over it. Small shards are checked whole."""
 
 TEXTS = Table(

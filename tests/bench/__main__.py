@@ -5,9 +5,9 @@ python -m tests.bench [iteration] [tiny] [advantages] [lake]      all of them if
 
 import sys
 
-from tests.bench import advantages, iteration, tiny
+from tests.bench import advantages, iteration, lake, tiny
 
-BENCHES = {"iteration": iteration.main, "tiny": tiny.main, "advantages": advantages.main}
+BENCHES = {"iteration": iteration.main, "tiny": tiny.main, "advantages": advantages.main, "lake": lake.main}
 
 
 def main(names: list[str]) -> None:

@@ -16,6 +16,7 @@ from flows.query import print_iterations, print_suggestions
 from schemas.manifest import StageName
 from tasks.lake.runs import Run
 from tasks.sql.audit import catalogue
+from tasks.sql.catalog import relations
 
 
 def rollbook(*words: str, lake: Path | None = None) -> Result:
@@ -210,3 +211,23 @@ def test_each_suggested_query_gives_rows(pristine_lake: Path, capsys: pytest.Cap
     assert len(suggested) == 3
     for _, *words in suggested:
         assert len(json.loads(answer(*words, "--format", "json"))) > 1
+
+
+def test_sql_of_one_iteration_sees_that_one_only(pristine_lake: Path) -> None:
+    query = "SELECT DISTINCT iteration FROM tokens JOIN stages USING (run_id, iteration)"
+    printed = answer("sql", query, "--iteration", "1", "--format", "json", lake=pristine_lake)
+    assert json.loads(printed) == [{"iteration": 1}]
+
+
+@pytest.mark.parametrize(
+    ("query", "rows"),
+    [
+        ("FROM tokens", 38),
+        ('SELECT * FROM "Updates"', 8),
+        ("FROM (DESCRIBE tokens)", len(relations()["tokens"].columns)),
+        ("SELECT table_name FROM duckdb_tables() WHERE NOT internal", 4),
+        ("FROM stages", 14),
+    ],
+)
+def test_a_query_finds_what_it_names_whatever_is_left_unread(query: str, rows: int, pristine_lake: Path) -> None:
+    assert len(json.loads(answer("sql", query, "--format", "json", lake=pristine_lake))) == rows

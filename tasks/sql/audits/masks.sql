@@ -15,6 +15,17 @@ WITH tokens AS (
     FROM (SELECT *, len(action_mask) - list_position(list_reverse(action_mask), true) AS last_action FROM experience) AS e
     JOIN (SELECT run_id, iteration, sample_id, terminated, truncated, action_mask FROM rollouts) AS r
         USING (run_id, iteration, sample_id)
+    -- Most responses are actions all along, and their masks are seen to be right without looking at each token.
+    WHERE NOT coalesce(
+        NOT list_contains(e.action_mask, false)
+        AND NOT list_contains(r.action_mask, false)
+        AND NOT list_contains(e.value_mask, false)
+        AND list_position(e.transition_mask, false) = len(e.transition_mask)
+        AND list_position(e.continuation_mask, false) = len(e.continuation_mask)
+        AND coalesce(list_position(e.bootstrap_mask, false), 0)
+            = if(NOT r.terminated AND r.truncated, 0, len(e.bootstrap_mask)),
+        false
+    )
 )
 SELECT run_id, iteration, sample_id AS subject,
     format('{} tokens, the first at position {}: {}', count(*), min(position), arg_min(wrong, position)) AS detail
