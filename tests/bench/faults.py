@@ -1,6 +1,6 @@
 """The fault campaign: a small run is killed, its files are damaged, its disk fills up. It must end as if undisturbed.
 
-python -m tests.bench.faults [KILLS]      40 kills if none is given
+python -m tests.bench.faults [KILLS [KINDS]]      40 kills, and every kind of file damaged, if none is given
 
 Every process of the run is forked from this one, which has imported the engines and computed nothing, so that a death
 costs seconds. Prints a line a fault; exits with 1 where a resumed run differs from the undisturbed one, where a refusal
@@ -8,8 +8,9 @@ doesn't name the file that was damaged, or where a dead process leaves another b
 """
 
 import errno
-import faulthandler
+import fcntl
 import json
+import mmap
 import os
 import random
 import resource
@@ -47,7 +48,10 @@ SETTINGS = (
     "checkpoint.keep=1",
 )
 OPERATIONS = {"open", "os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree"}
-"""Audit events of the interpreter by which the lake is read or changed."""
+"""Audit events of the interpreter by which the lake is changed."""
+
+NEED_SPACE = {"open", "os.link", "os.mkdir"}
+"""Those that a full disk refuses."""
 
 
 class CampaignFailed(AssertionError):
@@ -76,14 +80,20 @@ def run_to_end(lake: Path, config: Config) -> None:
 
 
 def in_process(lake: Path, config: Config, fault: Callable[[], None] = lambda: None) -> Ended:
-    """Runs to the end in a forked process in which `fault` has been set up. Its children must end with it."""
-    note = lake.parent / "note"
-    note.write_text("start")
-    said = lake.parent / "said"
+    """Runs to the end in a forked process in which `fault` has been set up. Its children must end with it.
+
+    Nothing but the lake is a file here: a limit on files is to strike there.
+    """
+    stage = mmap.mmap(-1, 64)
+    said, says = os.pipe()
+    fcntl.fcntl(says, fcntl.F_SETPIPE_SZ, 1 << 20)
     child = os.fork()
     if child == 0:
         os.setsid()
-        _work(lake, config, fault, note, said)
+        os.dup2(says, 1)
+        os.dup2(says, 2)
+        _work(lake, config, fault, stage)
+    os.close(says)
     descendants: set[int] = set()
     while True:
         ended, status = os.waitpid(child, os.WNOHANG)
@@ -92,31 +102,30 @@ def in_process(lake: Path, config: Config, fault: Callable[[], None] = lambda: N
         descendants |= {p.pid for p in psutil.Process(child).children(recursive=True)}
         time.sleep(0.02)
     _require_gone(descendants)
-    return Ended(os.waitstatus_to_exitcode(status), note.read_text(), said.read_text())
+    with open(said, "rb") as stream:
+        text = stream.read().decode(errors="replace")
+    return Ended(os.waitstatus_to_exitcode(status), stage[:].rstrip(b"\0").decode(), text)
 
 
-def _work(lake: Path, config: Config, fault: Callable[[], None], note: Path, said: Path) -> None:
+def _work(lake: Path, config: Config, fault: Callable[[], None], stage: mmap.mmap) -> None:
     """The child's whole life."""
     status = 1
-    with open(said, "w", buffering=1) as stream:
-        os.dup2(stream.fileno(), 1)
-        os.dup2(stream.fileno(), 2)
-        faulthandler.enable()
 
-        def watch(event: progress.Event) -> None:
-            if isinstance(event, progress.Begun):
-                with open(os.open(note, os.O_WRONLY | os.O_TRUNC), "w") as place:
-                    place.write(f"{event.iteration} {event.stage}")
+    def watch(event: progress.Event) -> None:
+        if isinstance(event, progress.Begun):
+            stage[:] = f"{event.stage} of iteration {event.iteration}".encode().ljust(64, b"\0")
 
-        try:
-            with progress.watch(watch):
-                fault()
-                run_to_end(lake, config)
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
+    try:
+        with progress.watch(watch):
+            fault()
+            run_to_end(lake, config)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def _require_gone(pids: set[int]) -> None:
@@ -133,7 +142,7 @@ def _require_gone(pids: set[int]) -> None:
 
 def dies_at_operation(lake: Path, number: int) -> Callable[[], None]:
     """kill -9 just before the `number`-th operation on a file of the lake."""
-    return _at_operation(lake, number, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    return _at_operation(lake, number, OPERATIONS, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def dies_after(seconds: float) -> Callable[[], None]:
@@ -147,12 +156,12 @@ def dies_after(seconds: float) -> Callable[[], None]:
 
 
 def disk_full_at_operation(lake: Path, number: int) -> Callable[[], None]:
-    """The `number`-th operation on a file of the lake, and every one after it, is refused for want of space."""
+    """The `number`-th operation that makes a file or folder of the lake, and each one after it, finds no space."""
 
     def refuse() -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    return _at_operation(lake, number, refuse)
+    return _at_operation(lake, number, NEED_SPACE, refuse)
 
 
 def files_limited_to(size: int) -> Callable[[], None]:
@@ -160,12 +169,12 @@ def files_limited_to(size: int) -> Callable[[], None]:
     return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
-def _at_operation(lake: Path, number: int, strike: Callable[[], None]) -> Callable[[], None]:
+def _at_operation(lake: Path, number: int, events: set[str], strike: Callable[[], None]) -> Callable[[], None]:
     seen = 0
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         nonlocal seen
-        if event not in OPERATIONS or not arguments or not str(arguments[0]).startswith(str(lake)):
+        if event not in events or not arguments or not str(arguments[0]).startswith(str(lake)):
             return
         if event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR):
             return
@@ -226,16 +235,16 @@ def kill(folder: Path, config: Config, undisturbed: dict[str, Any], kills: int) 
         lake.parent.mkdir()
         while True:
             if rng.random() < 0.7:
-                number = rng.randint(1, 60)
+                number = rng.randint(5, 120)
                 what, fault = f"before file operation {number}", dies_at_operation(lake, number)
             else:
-                seconds = rng.uniform(0.1, 4)
+                seconds = rng.uniform(0.5, 8)
                 what, fault = f"after {seconds:.2f} s", dies_after(seconds)
             ended = in_process(lake, config, fault if done < kills else lambda: None)
             if ended.status != -signal.SIGKILL:
                 break
             done += 1
-            yield f"kill {done}: {what}, in {ended.stage}"
+            yield f"kill {done}: {what}, in {ended.stage or 'the beginning'}"
         require_end(ended, lake, undisturbed)
         shutil.rmtree(lake.parent)
 
@@ -258,21 +267,26 @@ def fill_disk(
         ended = in_process(lake, config, strike)
         if ended.status == 0:
             break
-        if "LakeError" not in ended.said or str(lake) not in ended.said.splitlines()[-1]:
+        if "LakeError" not in ended.said or str(lake) not in ended.said:
             raise CampaignFailed(f"a full disk ({what}) was not told as such:\n{ended.said}")
-        yield f"disk full: {what}, in {ended.stage}: {ended.said.splitlines()[-1][:160]}"
+        told = next(line for line in reversed(ended.said.splitlines()) if "LakeError" in line)
+        yield f"disk full: {what}, in {ended.stage or 'the beginning'}: {told[:160]}"
     require_end(in_process(lake, config), lake, undisturbed)
 
 
-def damage(folder: Path, lake: Path, config: Config, undisturbed: dict[str, Any]) -> Iterator[str]:
-    """Flips a byte of, or cuts short, one file of every kind of an unfinished run. Yields a line a fault."""
+def damage(
+    folder: Path, lake: Path, config: Config, undisturbed: dict[str, Any], chosen: list[str] | None
+) -> Iterator[str]:
+    """Flips a byte of, or cuts short, one file of every kind of an unfinished run, or of the chosen ones."""
     rng = random.Random(SEED)
     half = folder / "half" / "lake"
     shutil.copytree(lake, half)
     run = Run(half, "faults")
     for stage in (StageName.SYNC, StageName.EVALUATE):
         shutil.rmtree(run.stage_folder(1, stage))
-    for path in sorted(kinds(run).values()):
+    found = kinds(run)
+    for kind in chosen or found:
+        path = found[kind]
         for what in ("a byte flipped", "cut to half"):
             hurt = folder / "hurt" / "lake"
             shutil.copytree(half, hurt)
@@ -288,7 +302,7 @@ def damage(folder: Path, lake: Path, config: Config, undisturbed: dict[str, Any]
             if ended.status == 0:
                 require_equal(hurt, undisturbed)
                 yield f"{place}: {what}: the run ended undisturbed"
-            elif not any(str(named) in ended.said.splitlines()[-1] for named in (victim, victim.parent)):
+            elif not any(str(named) in ended.said for named in (victim, victim.parent)):
                 raise CampaignFailed(f"{place}: {what}: the refusal doesn't name it:\n{ended.said}")
             else:
                 yield f"{place}: {what}: refused by name"
@@ -322,7 +336,7 @@ def litter(folder: Path, lake: Path, config: Config, undisturbed: dict[str, Any]
             if not strays[-1].exists():
                 strays[-1].write_text("no such thing")
     ended = in_process(strewn, config)
-    if ended.status != 0 and not any(str(stray) in ended.said.splitlines()[-1] for stray in strays):
+    if ended.status != 0 and not any(str(stray) in ended.said for stray in strays):
         raise CampaignFailed(f"a stray file was not told as such:\n{ended.said}")
     for stray in strays:
         stray.unlink(missing_ok=True)
@@ -332,21 +346,22 @@ def litter(folder: Path, lake: Path, config: Config, undisturbed: dict[str, Any]
     yield f"{len(strays)} stray files: the run ended undisturbed"
 
 
-def campaign(folder: Path, kills: int, full: int) -> Iterator[str]:
+def campaign(folder: Path, kills: int, chosen: list[str] | None = None) -> Iterator[str]:
     """All of it, a line a fault. Raises CampaignFailed."""
     config = load("infra/configs/tiny.toml", SETTINGS)
     lake, undisturbed = undisturbed_lake(folder, config)
     yield from kill(folder, config, undisturbed, kills)
-    yield from fill_disk(folder, config, undisturbed, full)
-    yield from damage(folder, lake, config, undisturbed)
+    yield from fill_disk(folder, config, undisturbed, max(4, kills // 2))
+    yield from damage(folder, lake, config, undisturbed, chosen)
     yield from litter(folder, lake, config, undisturbed)
 
 
 def main() -> None:
     kills = int(sys.argv[1]) if len(sys.argv) > 1 else 40
+    chosen = sys.argv[2].split(",") if len(sys.argv) > 2 else None
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        for line in campaign(Path(folder), kills, full=max(4, kills // 2)):
+        for line in campaign(Path(folder), kills, chosen):
             print(f"{time.monotonic() - started:6.1f} s  {line}", flush=True)
     print("every run ended as the undisturbed one, or was refused with the file named")
 
