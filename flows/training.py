@@ -51,11 +51,11 @@ def prepare(lake: Path, config: Config, *, change_config: bool = False) -> Run:
         new = RunRecord(config=config, digests=digests(config))
         pool = read_pool(config.prompts.source).prompts
         draw(config.run.seed, len(pool), config.prompts.per_iteration, 0)  # a pool that is too small fails here
-        records = run.records()
         begun = [k for k in run.iterations() if run.manifest(k, StageName.SAMPLE_PROMPTS)]
         if not begun:
             run.write_record(new, 0)
             return run
+        records = run.records()
         changed = differences(records[max(records)], new)
         if changed and not change_config:
             record = run.folder / "configs" / f"{max(records):06d}.json"

@@ -288,9 +288,10 @@ class _Attempt:
 def _count(folder: Path) -> int:
     path = folder / "attempts"
     text = path.read_text(errors="replace") if path.exists() else "0"
-    if not text.isascii() or not text.isdigit():
-        raise LakeError(f"{path} is not as it was written: it counts attempts; remove it, and run again")
-    return int(text)
+    if text.isascii() and text.isdigit():
+        return int(text)
+    log.warning("%s is not as it was written; attempts are counted from 1 again", path)
+    return 0
 
 
 def _mismatch(standing: Manifest, parts: dict[str, Any]) -> str:

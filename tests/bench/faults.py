@@ -245,8 +245,26 @@ def kill(folder: Path, config: Config, undisturbed: dict[str, Any], kills: int) 
                 break
             done += 1
             yield f"kill {done}: {what}, in {ended.stage or 'the beginning'}"
+            if lake.exists() and rng.random() < 0.3:
+                yield from lose_power(lake, config, rng)
         require_end(ended, lake, undisturbed)
         shutil.rmtree(lake.parent)
+
+
+def lose_power(lake: Path, config: Config, rng: random.Random) -> Iterator[str]:
+    """Cuts the newest file short. If the next process refuses it by name, it is restored for the run to go on."""
+    newest = max((p for p in lake.rglob("*") if p.is_file()), key=lambda p: p.stat().st_mtime_ns)
+    whole = newest.read_bytes()
+    newest.write_bytes(whole[: rng.randrange(len(whole) + 1)])
+    number = rng.randint(20, 120)
+    ended = in_process(lake, config, dies_at_operation(lake, number))
+    outcome = "the run went on"
+    if ended.status == 1:
+        if str(newest) not in ended.said:
+            raise CampaignFailed(f"{newest} cut short: the refusal doesn't name it:\n{ended.said}")
+        newest.write_bytes(whole)
+        outcome = "refused by name"
+    yield f"power lost: {newest.relative_to(lake)} cut short: {outcome}"
 
 
 def fill_disk(
