@@ -124,7 +124,7 @@ def test_a_run_that_could_not_begin_may_be_corrected(rollbook: Rollbook, tiny_to
         ("train.clp=0.1", "did you mean train.clip?"),
         ("run.seed=18446744073709551616", "run.seed"),
         ("rollout.top_p=0.9", "biases every ratio"),
-        ("rollout.temperature=0", "rollout.temperature"),
+        pytest.param("rollout.temperature=0", "rollout.temperature", id="s33_temperature_0"),
         ("models.policy=nowhere", "no model at nowhere"),
         ("prompts.source=nowhere.jsonl", "nowhere.jsonl"),
         ("prompts.per_iteration=100", "rollout.samples_per_prompt"),
