@@ -157,7 +157,7 @@ class Run:
 
     def own_folder(self, iteration: int, stage: StageName) -> Path:
         """Where the stage lies if this run wrote it, and no ancestor that it branched from."""
-        return self.folder / f"{iteration:06d}" / stage
+        return Path(f"{self.lake}/runs/{self.run_id}/{iteration:06d}/{stage}")
 
     def iterations(self) -> list[int]:
         """Iterations with a folder, in order; the last may be unfinished."""

@@ -50,7 +50,7 @@ def _named(query: str) -> frozenset[str]:
     found = RELATIONS & set(re.findall(r"\w+", query.lower()))
     for view in reversed(VIEWS):
         if view in found:
-            found |= RELATIONS & set(re.findall(r"\w+", re.sub(r"--.*", "", view_sql(view))))
+            found |= RELATIONS & set(re.findall(r"(?:FROM|JOIN) (\w+)", view_sql(view)))
     return found or RELATIONS
 
 

@@ -17,6 +17,7 @@ from schemas.manifest import StageName
 from tasks.lake.runs import Run
 from tasks.sql.audit import catalogue
 from tasks.sql.catalog import relations
+from tasks.sql.connection import RELATIONS, connect
 
 
 def rollbook(*words: str, lake: Path | None = None) -> Result:
@@ -217,6 +218,12 @@ def test_sql_of_one_iteration_sees_that_one_only(pristine_lake: Path) -> None:
     query = "SELECT DISTINCT iteration FROM tokens JOIN stages USING (run_id, iteration)"
     printed = answer("sql", query, "--iteration", "1", "--format", "json", lake=pristine_lake)
     assert json.loads(printed) == [{"iteration": 1}]
+
+
+@pytest.mark.parametrize("name", sorted(RELATIONS))
+def test_every_relation_can_be_read_alone(name: str, pristine_lake: Path) -> None:
+    with connect(pristine_lake, query=f"FROM {name}") as alone, connect(pristine_lake) as whole:
+        assert alone.execute(f"FROM {name}").fetchall() == whole.execute(f"FROM {name}").fetchall()
 
 
 @pytest.mark.parametrize(

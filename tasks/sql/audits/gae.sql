@@ -6,8 +6,9 @@
 -- whatever recomputing the whole sum finds, and says where it begins.
 WITH acted AS (
     SELECT
-        e.run_id, e.iteration, e.sample_id, f.bootstrap_value,
+        e.run_id, e.iteration, e.sample_id, f.bootstrap_value, gamma,
         estimator = 'gae' AS has_critic,
+        gamma * if(estimator = 'gae', lam, 1) AS decay,
         if(plain, shaped_reward, list_where(shaped_reward, action_mask)) AS r,
         if(plain, old_value, list_where(old_value, action_mask)) AS v,
         if(plain, raw_advantage, list_where(raw_advantage, action_mask)) AS a,
@@ -15,11 +16,18 @@ WITH acted AS (
         if(plain, continuation_mask, list_where(continuation_mask, action_mask)) AS continuation,
     FROM (SELECT *, list_bool_and(action_mask) AS plain FROM experience) AS e
     LEFT JOIN (SELECT run_id, iteration, sample_id, bootstrap_value FROM forwards) AS f USING (run_id, iteration, sample_id)
+    JOIN (
+        SELECT run_id, iteration,
+            max(value) FILTER (key = 'advantages.gamma')::DOUBLE AS gamma,
+            max(value) FILTER (key = 'advantages.lam')::DOUBLE AS lam,
+        FROM configs
+        GROUP BY ALL
+    ) USING (run_id, iteration)
     WHERE estimator IN ('gae', 'reinforce', 'reinforce_pp')
 ),
 actions AS (
     SELECT
-        run_id, iteration, sample_id, bootstrap_value, has_critic,
+        run_id, iteration, sample_id, bootstrap_value, has_critic, gamma, decay,
         unnest(r)::DOUBLE AS r,
         unnest(v)::DOUBLE AS v_or_null,
         unnest(v[2:])::DOUBLE AS v_next,
@@ -35,15 +43,8 @@ terms AS (
         *,
         if(has_critic, v_or_null, 0) AS v,
         if(bootstrap AND has_critic, gamma * coalesce(v_next, bootstrap_value), 0) AS ahead,
-        if(continuation, gamma * if(has_critic, lam, 1) * coalesce(a_next, 0), 0) AS carried,
+        if(continuation, decay * coalesce(a_next, 0), 0) AS carried,
     FROM actions
-    JOIN (
-        SELECT run_id, iteration,
-            max(value) FILTER (key = 'advantages.gamma')::DOUBLE AS gamma,
-            max(value) FILTER (key = 'advantages.lam')::DOUBLE AS lam,
-        FROM configs
-        GROUP BY ALL
-    ) USING (run_id, iteration)
 )
 SELECT run_id, iteration, sample_id AS subject,
     format('{} actions, the first is number {}: raw_advantage {:.6g}, expected {:.6g}', count(*), min(action),
