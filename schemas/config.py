@@ -66,6 +66,17 @@ class PromptsSection(Section):
     chat: bool = Field(False, description="treat a `prompt` text as a user message under the chat template")
 
 
+RESHAPING = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+"""Sampling parameters of vLLM that are no keys of a run, and the values under which they do nothing."""
+
+
 class RolloutSection(Section):
     """How responses are sampled. The learner trains on the sampled distribution, so nothing may reshape it."""
 
@@ -76,13 +87,9 @@ class RolloutSection(Section):
     )
     max_new_tokens: PositiveInt = Field(description="longest response")
     max_model_len: PositiveInt | None = Field(None, description="context of the engine; the model's own if not given")
-    temperature: PositiveFloat = Field(1.0, description="applied to every log-prob, on every side")
-    top_p: float = Field(1.0, description="only 1.0: see the error for why")
-    top_k: int = Field(0, description="only 0 (off)")
-    min_p: float = Field(0.0, description="only 0.0 (off)")
-    repetition_penalty: float = Field(1.0, description="only 1.0 (off)")
-    presence_penalty: float = Field(0.0, description="only 0.0 (off)")
-    frequency_penalty: float = Field(0.0, description="only 0.0 (off)")
+    temperature: float = Field(
+        1.0, ge=0.01, le=2, description="applied to every log-prob, on every side; the range is vLLM's"
+    )
     stop: tuple[str, ...] = Field((), description="strings that end a response; kept in it")
     on_length: Literal["terminate", "truncate"] = Field(
         "truncate", description="whether the length limit is an end that the task scores, or a cut that is bootstrapped"
@@ -91,18 +98,19 @@ class RolloutSection(Section):
     kv_cache_gib: PositiveFloat = Field(1.0, description="memory for the engine's KV cache on a CPU")
     gpu_memory_utilization: UnitFloat = Field(0.5, description="share of a GPU that the engine takes")
 
-    @model_validator(mode="after")
-    def _samples_the_trained_distribution(self) -> "RolloutSection":
-        neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-        neutral |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
-        for key, value in neutral.items():
-            if getattr(self, key) != value:
+    @model_validator(mode="before")
+    @classmethod
+    def _samples_the_trained_distribution(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        for key in RESHAPING.keys() & given.keys():
+            if given[key] != RESHAPING[key]:
                 raise ValueError(
-                    f"rollout.{key} = {getattr(self, key)} would sample from another distribution than the one whose "
-                    f"log-probs are trained on, which biases every ratio; leave it at {value} and use "
+                    f"rollout.{key} = {given[key]} would sample from another distribution than the one whose "
+                    f"log-probs are trained on, which biases every ratio; leave it out and use "
                     f"rollout.temperature, or set it under [evaluate]"
                 )
-        return self
+        return {key: value for key, value in given.items() if key not in RESHAPING}
 
 
 class RewardSource(Section):
@@ -344,7 +352,6 @@ class SyncSection(Section):
     tolerance: PositiveFloat = Field(
         1e-3, description="largest mean |engine - learner| log-prob on the probe batch, in nats"
     )
-    probe_samples: PositiveInt = Field(4, description="samples of the iteration that serve as the probe batch")
 
 
 class EvaluateSection(Section):

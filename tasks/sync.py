@@ -118,6 +118,10 @@ def _admit(staging: Staging, held: Warm, version: int) -> dict[str, Any]:
     }
 
 
+PROBE_SAMPLES = 4
+"""Samples of the iteration that serve as the probe batch."""
+
+
 @dataclass(frozen=True)
 class _Probe:
     """|engine - learner| log-prob over the tokens of the probe batch, in nats."""
@@ -130,7 +134,7 @@ class _Probe:
 def _probe(staging: Staging, engine: RolloutEngine, learner: Learner) -> _Probe:
     """Both sides' log-probs, at the rollout's temperature, of the iteration's first responses."""
     config, version = staging.config, engine.version
-    rollouts = staging.read("rollouts").slice(0, config.sync.probe_samples)
+    rollouts = staging.read("rollouts").slice(0, PROBE_SAMPLES)
     # The engine must be left room for one more token.
     pairs = [
         (prompt, response[: engine.max_model_len - 1 - len(prompt)])

@@ -5,6 +5,7 @@ import io
 import json
 import shlex
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -223,7 +224,8 @@ def test_sql_of_one_iteration_sees_that_one_only(pristine_lake: Path) -> None:
 @pytest.mark.parametrize("name", sorted(RELATIONS))
 def test_every_relation_can_be_read_alone(name: str, pristine_lake: Path) -> None:
     with connect(pristine_lake, query=f"FROM {name}") as alone, connect(pristine_lake) as whole:
-        assert alone.execute(f"FROM {name}").fetchall() == whole.execute(f"FROM {name}").fetchall()
+        rows, expected = (c.execute(f"FROM {name}").fetchall() for c in (alone, whole))
+    assert Counter(map(repr, rows)) == Counter(map(repr, expected))
 
 
 @pytest.mark.parametrize(
