@@ -35,7 +35,7 @@ MASKS = {"action": "A", "score": "S", "transition": "T", "value": "V", "bootstra
 
 NUMBERS = {
     "behavior_logp": "engine",
-    "old_logp": "learner",
+    "old_logp": "old",
     "ref_logp": "ref",
     "sampled_kl": "KL",
     "shaped_reward": "reward",

@@ -92,8 +92,9 @@ class Table:
 
     @property
     def token_columns(self) -> tuple[str, ...]:
-        """The columns with one entry a response token."""
-        return tuple(c.name for c in self.columns if c.shape == "[response_len]")
+        """The columns with one entry a response token, those first that are never null."""
+        of_tokens = [c for c in self.columns if c.shape == "[response_len]"]
+        return tuple(c.name for c in sorted(of_tokens, key=lambda c: c.nullable))
 
 
 RUN_ID = Column("run_id", STRING, "the run that wrote the row", enum=True)

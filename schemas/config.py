@@ -215,6 +215,11 @@ class AdvantagesSection(Section):
         "gae and reinforce_pp), minibatch or none (the default of the others)",
     )
     max_staleness: NonNegativeInt = Field(0, description="older samples are dropped")
+    old_logp: Literal["learner", "engine"] = Field(
+        "learner",
+        description="whose log-probs the ratio's denominator is: recomputed by the learner, or the engine's as sampled "
+        "(float32 alone), which saves a forward",
+    )
     importance_cap: PositiveFloat | None = Field(
         None, description="cap of a sample's weight pi_learner / pi_engine in the policy loss; unset: every weight is 1"
     )
@@ -409,6 +414,25 @@ class Config(Section):
                 f"rollout.greedy_baseline samples answers that {chosen} never reads; leave it out, or set "
                 f'advantages.estimator = "remax"'
             )
+        return self
+
+    @model_validator(mode="after")
+    def _takes_old_logp_from_an_exact_engine(self) -> "Config":
+        if self.advantages.old_logp == "learner":
+            return self
+        chosen = 'advantages.old_logp = "engine"'
+        for key, dtype in (("rollout.dtype", self.rollout.dtype), ("models.compute_dtype", self.models.compute_dtype)):
+            if dtype != "float32":
+                raise ValueError(
+                    f'{chosen} needs float32 on both sides, and {key} = "{dtype}": rounding alone would move ratios by '
+                    f'a quarter before any update; set it to "float32", or old_logp = "learner"'
+                )
+        for key in ("importance_cap", "max_engine_gap"):
+            if getattr(self.advantages, key) is not None:
+                raise ValueError(
+                    f"{chosen} leaves out the learner's log-probs that advantages.{key} compares with the engine's; "
+                    f'remove the one, or set old_logp = "learner"'
+                )
         return self
 
     @model_validator(mode="after")

@@ -71,6 +71,7 @@ TABLE = Table(
         SAMPLE_ID,
         POLICY_VERSION,
         Column("estimator", STRING, "what made the advantages; all but gae have no critic", enum=True),
+        Column("old_logp_source", STRING, "whose log-probs old_logp are: the learner's or the engine's", enum=True),
         Column("response_len", INT32, "number of response tokens", unit="tokens"),
         Column("score_index", INT32, "position of the last action, where the outcome is added", nullable=True),
         _tokens("score_mask", BOOL, "true at score_index; all false where the episode has no outcome"),

@@ -26,9 +26,11 @@ TABLE = Table(
         Column(
             "learner_logp",
             ragged(FLOAT32),
-            "log-probability of each sampled id under the learner, at the sampling temperature",
+            "log-probability of each sampled id under the learner, at the sampling temperature; null where old_logp is "
+            "the engine's",
             unit="nats",
             shape="[response_len]",
+            nullable=True,
             maximum=LOGP_MAX,
         ),
         Column(

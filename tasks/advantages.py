@@ -254,7 +254,8 @@ def _rewarded(samples: pa.Table, given: _Settings) -> _Rewarded:
     config = given.config
     rows = Rows(tensor(samples["response_len"]).long())
     known = tensor(samples["outcome_raw"].is_valid())
-    old_logp, ref_logp = tokens(samples["learner_logp"]), tokens(samples["ref_logp"])
+    of_learner = config.advantages.old_logp == "learner"
+    old_logp, ref_logp = tokens(samples["learner_logp" if of_learner else "behavior_logp"]), tokens(samples["ref_logp"])
     action, ends = tokens(samples["action_mask"]), (tensor(samples["terminated"]), tensor(samples["truncated"]))
     masks = build_masks(rows, action, *ends, known)
     limits = pa.array([FinishReason.LENGTH, FinishReason.CONTEXT])
@@ -358,6 +359,7 @@ def _experience(samples: pa.Table, given: _Settings) -> _Block:
         "sample_id": samples["sample_id"],
         "policy_version": samples["policy_version"],
         "estimator": _constant(settings.estimator, len(acts)),
+        "old_logp_source": _constant(settings.old_logp, len(acts)),
         "response_len": samples["response_len"],
         "score_index": pa.array(masks.score_index.int().numpy(), mask=~acts.numpy()),
         "kl_in": _constant(settings.kl_in, len(acts)),
@@ -371,7 +373,7 @@ def _experience(samples: pa.Table, given: _Settings) -> _Block:
         "dropped": samples["dropped"],
         **{name: _ragged(name, x, rows) for name, x in of_tokens.items()},
     }
-    gap = engine_gap(of.old_logp, behavior_logp, trained)
+    gap = engine_gap(of.old_logp, behavior_logp, trained) if settings.old_logp == "learner" else EngineGap()
     return _Block(pa.table(columns), rows, raw_advantage, trained, gap)
 
 

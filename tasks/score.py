@@ -52,6 +52,7 @@ def score(at: At, rollouts: Committed) -> Committed:
             "compute_dtype": config.models.compute_dtype,
             "layout": [config.train.minibatch_size, config.train.micro_batch_size, config.advantages.max_staleness],
             "estimator": config.advantages.estimator,
+            "old_logp": config.advantages.old_logp,
         },
         version=version,
         inputs=[prompts_of(at, rollouts), rollouts],
@@ -84,9 +85,9 @@ def reward_digests(config: Config) -> dict[str, str]:
 @dataclass(frozen=True)
 class _Forwards:
     """By row, in the order of the rollouts; `bootstrap_value` [B] is the value after the last token. Values are None
-    without a critic."""
+    without a critic, `learner_logp` where the engine's log-probs stand for it."""
 
-    learner_logp: list[np.ndarray]
+    learner_logp: list[np.ndarray] | None
     ref_logp: list[np.ndarray]
     value: list[np.ndarray] | None
     bootstrap_value: np.ndarray | None
@@ -179,10 +180,13 @@ def _run_forwards(rollouts: pa.Table, dropped: list[bool], staging: Staging, hel
     """All under the layout of training, so that the first ratio is 1 and the KL of equal models 0, to the bit."""
     sequences = Sequences.from_table(rollouts)
     layout = score_layout(sequences, dropped, staging.config, staging.at.iteration)
-    learner = held.learner(staging.version)
-    learner_logp = learner.logp(sequences, layout)
+    settings = staging.config.advantages
+    learner_logp = value = bootstrap_value = None
+    if settings.old_logp == "learner":
+        learner_logp = held.learner(staging.version).logp(sequences, layout)
     report(StageName.SCORE, rollouts.num_rows // 3, rollouts.num_rows, "learner")
-    value, bootstrap_value = learner.values(sequences, layout) if learner.critic is not None else (None, None)
+    if settings.estimator.has_critic:
+        value, bootstrap_value = held.learner(staging.version).values(sequences, layout)
     report(StageName.SCORE, 2 * rollouts.num_rows // 3, rollouts.num_rows, "critic")
     ref_logp = held.reference().logp(sequences, layout)
     report(StageName.SCORE, rollouts.num_rows, rollouts.num_rows, "reference")
@@ -217,7 +221,7 @@ def _write(staging: Staging, held: Warm, rollouts: pa.Table, scores: dict[str, S
         {
             "sample_id": samples,
             "policy_version": rollouts["policy_version"],
-            "learner_logp": forwards.learner_logp,
+            "learner_logp": nothing if forwards.learner_logp is None else forwards.learner_logp,
             "ref_logp": forwards.ref_logp,
             "value": nothing if forwards.value is None else forwards.value,
             "bootstrap_value": nothing

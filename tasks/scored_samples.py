@@ -50,6 +50,8 @@ def scored_samples(staging: Staging) -> Iterator[pa.Table]:
         dropped = _drops(rollouts, outcome.is_valid().to_numpy(zero_copy_only=False), failed, staging)
         if estimator.has_critic:
             _require_values(samples, dropped)
+        if staging.config.advantages.old_logp == "learner":
+            _refuse(samples["learner_logp"].is_null(), samples, "has no learner_logp; run score again")
         samples = samples.append_column("outcome_raw", outcome).append_column("dropped", dropped)
         if any(source.kind is RewardKind.PROCESS for source in staging.config.rewards):
             samples = samples.append_column("process_reward", _process_rewards(rollouts, own))
@@ -84,7 +86,7 @@ class _Forwards:
         position = before[shard] + row - self.starts[shard]
         if not np.array_equal(position, np.arange(found.num_rows)):
             found = found.take(pa.array(position))
-        lengths = pc.list_value_length(found["learner_logp"])
+        lengths = pc.list_value_length(found["ref_logp"])
         differs = pc.not_equal(lengths, rollouts["response_len"])
         _refuse(differs, rollouts, "has another length in forwards than in rollouts")
         for name in FROM_FORWARDS:

@@ -73,7 +73,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_s34_a_broken_logp_is_refused_with_row_and_position(logp: list[Any], what: str) -> None:
-    with pytest.raises(InvalidShard, match=rf"forwards\.learner_logp {what}"):
+    with pytest.raises(InvalidShard, match=rf"forwards\.(learner|ref)_logp {what}"):
         conform(forwards(logp), FORWARDS)
 
 
@@ -169,7 +169,7 @@ def test_s80_empty_and_null_lists_stay_apart(tmp_path: Path) -> None:
 
 
 def test_lists_of_different_lengths_are_refused() -> None:
-    with pytest.raises(InvalidShard, match="learner_logp has 2 entries but value says 1 at sample_id s-1"):
+    with pytest.raises(InvalidShard, match="ref_logp has 2 entries but value says 1 at sample_id s-1"):
         conform(forwards([[-1.0], [-1.0, -2.0]], value=[[0.0], [0.0]]), FORWARDS)
 
 

@@ -59,6 +59,16 @@ ADAPTIVE = {"kl_controller": "proportional", "kl_target": 6, "kl_horizon": 10000
         ({"advantages": {"kl_target": 6}}, "no use for advantages.kl_target.*proportional.*doubling"),
         ({"advantages": {**ADAPTIVE, "kl_coef": 0}}, "kl_coef, and 0 stays 0"),
         ({"advantages": {"kl_reduction": "token_mean"}}, "kl_reduction.*fixed.*no target"),
+        (
+            {"advantages": {"old_logp": "engine"}, "rollout": {"dtype": "bfloat16"}},
+            'old_logp = "engine".*rollout.dtype = "bfloat16".*old_logp = "learner"',
+        ),
+        (
+            {"advantages": {"old_logp": "engine"}, "models": {"compute_dtype": "bfloat16"}},
+            'old_logp = "engine".*models.compute_dtype = "bfloat16"',
+        ),
+        ({"advantages": {"old_logp": "engine", "importance_cap": 2}}, "leaves out.*advantages.importance_cap"),
+        ({"advantages": {"old_logp": "engine", "max_engine_gap": 2}}, "leaves out.*advantages.max_engine_gap"),
         # S10
         ({"outcome": {"missing_eos_penalty": 1}}, "missing_eos_mode.*subtract.*replace"),
         ({"outcome": {"missing_eos_mode": "replace"}}, "needs outcome.missing_eos_penalty"),

@@ -157,7 +157,7 @@ def _write_iteration(at: At) -> None:
         forwards = {
             "sample_id": samples,
             "policy_version": [version] * len(samples),
-            "learner_logp": tokens(-3, 0),
+            "learner_logp": tokens(-3, 0) if at.config.advantages.old_logp == "learner" else [None] * len(samples),
             "ref_logp": tokens(-3, 0),
             "value": tokens(-1, 1) if has_critic else [None] * len(samples),
             "bootstrap_value": [0.5 if t and has_critic else None for t in truncated],
@@ -182,6 +182,7 @@ def _write_iteration(at: At) -> None:
             "sample_ids": [*halves, *halves[::-1]],
             "tokens": [14, 5, 5, 14],
             "ratio_mean": [1.0, 1.01, 1.02, 1.03],
+            "ratio_std": [0.0, 0.1, 0.1, 0.1],
             "ratio_min": [1.0, 0.9, 0.9, 0.8],
             "ratio_max": [1.0, 1.1, 1.1, 1.2],
             "approx_kl_estimator": ["k3"] * 4,

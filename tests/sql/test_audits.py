@@ -480,6 +480,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"advantages": {"estimator": "remax", "lam": None, "gamma": None}, "rollout": {"greedy_baseline": True}},
     {"advantages": {"kl_estimator": "k2"}},
     {"advantages": {"kl_estimator": "k3", "whiten": "none"}},
+    {"advantages": {"old_logp": "engine"}},
     {"advantages": {"kl_controller": "proportional", "kl_target": 0.5, "kl_horizon": 20}},
     {"advantages": {"kl_controller": "doubling", "kl_target": 0.01, "kl_reduction": "token_mean"}},
     {"outcome": {"normalize": "batch", "clip": 0.8, "length_penalty": 0.01, "overlong_margin": 3}},
@@ -519,6 +520,22 @@ def test_a_wrong_reward_to_go_is_found(tmp_path: Path) -> None:
 
     plant(tmp_path, "experience", change)
     assert found(tmp_path) == {"gae"}
+
+
+@pytest.mark.parametrize(
+    ("expected", "fault"),
+    [
+        ("old_logp", set_in("rollouts", "behavior_logp", put(0, -0.75))),
+        ("old_logp", set_in("experience", "old_logp_source", "learner")),
+        ("first_step_ratio", row_of("updates", 0, ratio_std=0.01)),
+    ],
+)
+def test_old_logp_of_the_engine_is_held_against_the_engine(
+    expected: str, fault: Callable[[Path], None], tmp_path: Path
+) -> None:
+    write_lake(tmp_path, advantages={"old_logp": "engine"})
+    fault(tmp_path)
+    assert found(tmp_path) == {expected}
 
 
 def test_a_coefficient_that_jumped_between_iterations_is_found(tmp_path: Path) -> None:

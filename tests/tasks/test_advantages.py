@@ -219,6 +219,17 @@ def test_s23_the_gap_between_engine_and_learner_is_a_fact_of_its_own(run_advanta
         run_advantages(samples, iteration=1, max_engine_gap=0.2)
 
 
+def test_old_logp_may_be_what_the_engine_said_and_then_there_is_no_gap(run_advantages):
+    samples = [row("s-a", [-1.0, -2.0], behavior_logp=[-1.5, -2.0], ref_logp=[-2.0, -2.5])]
+    scores = [samples[0] | {"logp": None}]
+    manifest, rows = run_advantages(samples, scores=scores, old_logp="engine")
+    assert (rows["s-a"]["old_logp"], rows["s-a"]["old_logp_source"]) == ([-1.5, -2.0], "engine")
+    assert rows["s-a"]["sampled_kl"] == [0.5, 0.5]
+    assert manifest.facts["engine_gap"] is None
+    with pytest.raises(StageError, match="s-a has no learner_logp; run score again"):
+        run_advantages(samples, scores=scores, iteration=1)
+
+
 def test_importance_weights_of_samples_are_truncated(run_advantages):
     samples = [
         row("s-down", [-1.0, -2.0], behavior_logp=[-1.0, -1.5]),

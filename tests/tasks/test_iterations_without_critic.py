@@ -90,6 +90,19 @@ def test_every_estimator_trains_and_is_audited(start: Start, config: Make, estim
     assert faults(Path(at.lake)) == []
 
 
+def test_old_logp_of_the_engine_saves_the_learners_forward(start: Start, config: Make) -> None:
+    """With a critic or without: no log-prob of the learner is computed in score, and all audits hold."""
+    for estimator in ("reinforce", "gae"):
+        at = start(config(run={"id": f"r-{estimator}"}, advantages={"estimator": estimator, "old_logp": "engine"}))
+        iterate(at)
+        mine = f"run_id = 'r-{estimator}'"
+        assert query(at, f"SELECT count(learner_logp), count(ref_logp) FROM forwards WHERE {mine}") == [(0, 8)]
+        assert query(at, f"SELECT ratio_min BETWEEN 0.999 AND 1 FROM updates WHERE step = 0 AND {mine}") == [(True,)]
+        gap = f"SELECT value < 1e-4 FROM signals WHERE metric = 'engine_gap_float32' AND {mine}"
+        assert query(at, gap) == [(True,)]
+        assert faults(Path(at.lake)) == []
+
+
 def test_process_rewards_reach_the_tokens_they_were_given_for(start: Start, config: Make, tmp_path: Path) -> None:
     (tmp_path / "steps.py").write_text(
         "def first(prompt, response, metadata, tokens): return {0: float(len(tokens))}\n"

@@ -46,6 +46,7 @@ steps AS (
         iteration,
         max(approx_kl) AS approx_kl_max,
         max(ratio_mean) AS ratio_mean_max,
+        arg_min(ratio_std, step) AS first_ratio_std,
     FROM updates
     GROUP BY ALL
 ),
@@ -111,7 +112,8 @@ measured AS (
     SELECT
         run_id,
         iteration,
-        if(exact, engine_gap, NULL)::DOUBLE AS engine_gap_float32,
+        -- Where the learner's log-probs were not computed, the first step's ratios show the gap.
+        if(exact, coalesce(engine_gap, first_ratio_std), NULL)::DOUBLE AS engine_gap_float32,
         if(exact, NULL, engine_gap)::DOUBLE AS engine_gap_bfloat16,
         if(exact, probe_logp_diff_mean, NULL)::DOUBLE AS probe_gap_float32,
         if(exact, NULL, probe_logp_diff_mean)::DOUBLE AS probe_gap_bfloat16,
