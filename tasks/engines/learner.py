@@ -27,6 +27,7 @@ from tasks.models.loading import (
     Critic,
     Policy,
     autocast,
+    compute_dtype,
     device,
     head_digest,
     initial_critic,
@@ -480,7 +481,9 @@ def _saved_critic(config: Config, folder: Path) -> Critic:
             f"one; go on with the estimator that the run had, or start another run (--run NAME)"
         )
     head = load_file(folder / "critic_head.safetensors")
-    return Critic(load_backbone(folder / "critic"), linear_head(head["weight"], head.get("bias")), config)
+    return Critic(
+        load_backbone(folder / "critic"), linear_head(head["weight"], head.get("bias")), compute_dtype(config)
+    )
 
 
 def _join(

@@ -7,7 +7,7 @@ from typing import Any
 from schemas.config import Config, RewardSource
 from schemas.rewards import RewardStatus
 from tasks.engines.scorer import Item, Score
-from tasks.models.loading import load_tokenizer
+from tasks.models.loading import compute_dtype, load_tokenizer
 from tasks.models.reward_model import RewardModel
 from tasks.models.samples import resolve
 from tasks.prompt_ids import as_messages, encode_chat, encode_text
@@ -30,7 +30,7 @@ class ModelScorer:
         self.policy_tokenizer = policy_tokenizer
         self.tokenizer = load_tokenizer(folder)
         self.shares_ids = self.tokenizer.get_vocab() == policy_tokenizer.get_vocab()
-        self.model = RewardModel(folder, config)
+        self.model = RewardModel(folder, compute_dtype(config))
         if self.model.num_embeddings < len(self.tokenizer):
             raise StageError(
                 f"reward {source.name!r}: {folder} has {self.model.num_embeddings} embeddings, but its tokenizer "

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from schemas import TABLES
+from schemas import DECLARED
 from schemas.columns import Column, Table
 from schemas.manifest import Output
 from tasks.lake.digest import content_digest
@@ -72,7 +72,7 @@ def read_shard(folder: Path, output: Output, columns: Sequence[str] | None = Non
     if hashlib.sha256(content).hexdigest() != output.sha256:
         raise LakeError(f"{path} is not the file its manifest lists (SHA-256 differs); restore it, or rerun its stage")
     file = pq.ParquetFile(pa.BufferReader(content))
-    if problem := schema_difference(file.schema_arrow, TABLES[output.table]):
+    if problem := schema_difference(file.schema_arrow, DECLARED[output.table]):
         raise LakeError(f"{path} doesn't have the schema of {output.table}: {problem}")
     return file.read(columns)
 
@@ -80,12 +80,12 @@ def read_shard(folder: Path, output: Output, columns: Sequence[str] | None = Non
 def read_all(folder: Path, outputs: Iterable[Output], table: str) -> pa.Table:
     """All rows of one table of a committed stage, in shard order."""
     shards = [read_shard(folder, output) for output in outputs if output.table == table]
-    return pa.concat_tables(shards) if shards else TABLES[table].arrow.empty_table()
+    return pa.concat_tables(shards) if shards else DECLARED[table].arrow.empty_table()
 
 
 def foreign_schema(path: Path, output: Output) -> str | None:
     """Why this version of rollbook doesn't read a listed file, in words; None where it does."""
-    table = TABLES.get(output.table)
+    table = DECLARED.get(output.table)
     if table is None:
         return f"{path} is a shard of {output.table}, a table that this version of rollbook doesn't know"
     if output.fingerprint == table.fingerprint:

@@ -21,6 +21,10 @@ from tasks.models.weights import tensors_digest, weight_files
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+def compute_dtype(config: Config) -> torch.dtype:
+    return DTYPES[config.models.compute_dtype]
+
+
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -177,7 +181,7 @@ class Policy(nn.Module):
         self.head = _TokenHead(model.get_output_embeddings())
         self.temperature = config.rollout.temperature
         self.vocab_size = vocab_size
-        self.dtype = DTYPES[config.models.compute_dtype]
+        self.dtype = compute_dtype(config)
         _choose_attention(model, self.dtype)
 
     def forward(self, input_ids_BL: Tensor, score_at_N: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -190,11 +194,11 @@ class Policy(nn.Module):
 class Critic(nn.Module):
     """A backbone and a linear head: the value of the state at every position asked for."""
 
-    def __init__(self, backbone: Any, head: nn.Linear, config: Config) -> None:
+    def __init__(self, backbone: Any, head: nn.Linear, dtype: torch.dtype) -> None:
         super().__init__()
         self.backbone = backbone
         self.head = _aligned(head).to(device())
-        self.dtype = DTYPES[config.models.compute_dtype]
+        self.dtype = dtype
         _choose_attention(backbone, self.dtype)
 
     def forward(self, input_ids_BL: Tensor, at_N: Tensor) -> Tensor:
@@ -218,9 +222,9 @@ def _hidden(backbone: Any, input_ids_BL: Tensor, dtype: torch.dtype) -> Tensor:
 def initial_critic(config: Config) -> Critic:
     """The critic of version 0: `models.critic`, else the policy's backbone and a head drawn from the run's seed."""
     if config.models.critic is not None:
-        return Critic(*load_classifier(resolve(config.models.critic)), config)
+        return Critic(*load_classifier(resolve(config.models.critic)), compute_dtype(config))
     backbone = load_causal_lm(resolve(config.models.policy)).base_model
-    return Critic(backbone, value_head(backbone.config.hidden_size, config.run.seed), config)
+    return Critic(backbone, value_head(backbone.config.hidden_size, config.run.seed), compute_dtype(config))
 
 
 def value_head(hidden_size: int, run_seed: int) -> nn.Linear:

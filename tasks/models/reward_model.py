@@ -6,16 +6,20 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from schemas.config import Config
 from tasks.models.loading import Critic, autocast, device, load_classifier
 
 
 class RewardModel:
-    """Scores sequences of token ids. The score head's bias, where the checkpoint has one, is part of the score."""
+    """Scores sequences of token ids. The score head's bias, where the checkpoint has one, is part of the score.
 
-    def __init__(self, folder: Path, config: Config) -> None:
+    Scores are centred where the checkpoint's config.json has `score_mean`: their mean on the data that
+    `rollbook reward-model` held out.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         """Raises LakeError where the folder holds no classifier with one label, or weights are missing or left over."""
-        self.model = Critic(*load_classifier(folder), config).requires_grad_(False)
+        self.model = Critic(*load_classifier(folder), dtype).requires_grad_(False)
+        self.mean = float(getattr(self.model.backbone.config, "score_mean", 0.0))
         if self.model.dtype != torch.float32:
             for module in self.model.backbone.modules():
                 if isinstance(module, nn.Linear):  # what autocast would make of it in every forward
@@ -45,7 +49,7 @@ class RewardModel:
                 last_at_B = torch.tensor([b * longest + len(sequences[i]) - 1 for b, i in enumerate(rows)])
                 score_B = self.model(input_ids_BL.to(device()), last_at_B.to(device()))
                 for i, score in zip(rows, score_B.tolist(), strict=True):
-                    scores[i] = score
+                    scores[i] = score - self.mean
         return scores
 
 

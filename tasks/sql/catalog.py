@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from schemas import TABLES
+from schemas import DECLARED
 from schemas.columns import Table
 from tasks.sql.connection import VIEWS, duckdb_type, open_snapshot, view_sql
 from tasks.sql.snapshot import MANIFEST_TABLES, Snapshot
@@ -33,8 +33,8 @@ class Relation:
 
 
 def relations() -> dict[str, Relation]:
-    """Every relation by name: the tables in the order the stages write them, then the views."""
-    tables = [_table(t) for t in [*TABLES.values(), *MANIFEST_TABLES.values()]]
+    """Every relation by name: the tables, those of a run in the order the stages write them, then the views."""
+    tables = [_table(t) for t in [*DECLARED.values(), *MANIFEST_TABLES.values()]]
     return {relation.name: relation for relation in [*tables, *_views()]}
 
 
@@ -47,7 +47,7 @@ def _table(table: Table) -> Relation:
 
 
 def _views() -> Iterator[Relation]:
-    declared = {c.name: c for table in reversed([*TABLES.values(), *MANIFEST_TABLES.values()]) for c in table.columns}
+    declared = {c.name: c for table in reversed([*DECLARED.values(), *MANIFEST_TABLES.values()]) for c in table.columns}
     with open_snapshot(Snapshot(Path(), (), {})) as connection:
         for name in VIEWS:
             text = view_sql(name)

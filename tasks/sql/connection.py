@@ -15,7 +15,7 @@ from typing import NamedTuple
 import duckdb
 import pyarrow as pa
 
-from schemas import TABLES
+from schemas import DECLARED, TABLES
 from schemas.columns import Table
 from tasks.lake.shards import foreign_schema
 from tasks.lake.storage import LakeError
@@ -24,10 +24,10 @@ from tasks.sql.snapshot import MANIFEST_TABLES, Snapshot, take
 MEMORY_LIMIT = "2GB"
 """What DuckDB may hold; a larger query spills to the temporary folder. Half of a small machine."""
 
-VIEWS = ("configs", "tokens", "heldout", "iterations", "health", "signals", "lineage")
+VIEWS = ("configs", "tokens", "heldout", "iterations", "health", "signals", "lineage", "reward_models")
 """Views written in SQL, each after those it reads."""
 
-RELATIONS = frozenset([*TABLES, *MANIFEST_TABLES, *VIEWS])
+RELATIONS = frozenset([*DECLARED, *MANIFEST_TABLES, *VIEWS])
 """Everything that can be queried."""
 
 
@@ -57,18 +57,23 @@ def _named(query: str) -> frozenset[str]:
 def open_snapshot(snapshot: Snapshot, names: frozenset[str] | None = None) -> duckdb.DuckDBPyConnection:
     """A connection over the committed shards of a snapshot, with all relations or those named."""
     names = RELATIONS if names is None else names
-    shards: dict[str, list[Shard]] = {name: [] for name in TABLES}
+    shards: dict[str, list[Shard]] = {name: [] for name in DECLARED}
     for entry, output, path in snapshot.outputs():
         if problem := foreign_schema(path, output):
             raise LakeError(problem)
         if output.table in names:
             shards[output.table].append(Shard(entry.run_id if entry.shared else None, output.rows == 0, str(path)))
 
+    for output, path in snapshot.of_models:
+        if problem := foreign_schema(path, output):
+            raise LakeError(problem)
+        shards[output.table].append(Shard(None, output.rows == 0, str(path)))
+
     connection = duckdb.connect(":memory:", config=_settings())
     connection.execute("SET TimeZone = 'UTC'; SET enable_progress_bar = false")
-    for name in TABLES:
+    for name in DECLARED:
         if name in names:
-            connection.execute(_view(TABLES[name], shards[name]))
+            connection.execute(_view(DECLARED[name], shards[name]))
     add_tables(connection, snapshot.tables(names))
     connection.execute(view_sql("macros"))
     for name in VIEWS:

@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from schemas.columns import INT32, INT64, ITERATION, RUN_ID, STRING, Column, Table
 from schemas.manifest import Manifest, Output, StageName, canonical
+from tasks.lake.models import trained_models
 from tasks.lake.runs import Run, RunRecord, open_run
 
 FLOAT64 = pa.float64()
@@ -121,11 +122,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The committed stages of some runs of a lake, in order, and the configurations of those runs."""
+    """The committed stages of some runs of a lake, in order, the configurations of those runs, and the shards that
+    belong to no run but to a trained model."""
 
     lake: Path
     entries: tuple[Entry, ...]
     records: dict[str, dict[int, RunRecord]]
+    of_models: tuple[tuple[Output, Path], ...] = ()
 
     def outputs(self) -> Iterator[tuple[Entry, Output, Path]]:
         """Every listed shard with the stage that lists it and its place."""
@@ -171,13 +174,15 @@ def take(
     """
     lake = lake.absolute()
     runs = [] if run_id else [Run(lake, p.parent.name) for p in sorted(lake.glob("runs/*/configs"))]
-    runs = runs or [open_run(lake, run_id)]
+    models = tuple((o, m.folder / o.path) for m in trained_models(lake) for o in m.committed().outputs)
+    if not (runs or (models and run_id is None)):
+        runs = [open_run(lake, run_id)]
     entries = tuple(
         Entry(run.run_id, m, Run(lake, m.run_id).own_folder(m.iteration, m.stage))
         for run in runs
         for m in _manifests(run, iteration, stages)
     )
-    return Snapshot(lake, entries, {run.run_id: run.records() for run in runs})
+    return Snapshot(lake, entries, {run.run_id: run.records() for run in runs}, models)
 
 
 def _manifests(run: Run, iteration: int | None, stages: Collection[str] | None) -> Iterator[Manifest]:

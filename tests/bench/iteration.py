@@ -1,11 +1,10 @@
 """A whole iteration at SmolLM2-135M size beside TRL's PPO: 32 prompts x 64 new tokens, one epoch, one optimizer step,
 four models of that size.
 
-Each side runs in a process of its own, one after the other; TRL in an environment of its own under .cache/bench.
+Each side runs in a process of its own, one after the other.
 """
 
 import json
-import os
 import resource
 import statistics
 import subprocess
@@ -15,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 CACHE = Path(".cache/bench")
-TRL = ["trl==1.9.2", "datasets==5.2.0", "dill==0.4.1", "multiprocess==0.70.19", "xxhash==4.1.0", "pandas==3.1.1"]
-TRL += ["pytz==2026.6", "python-dateutil==2.9.0.post0"]
 PROMPTS, NEW_TOKENS, ITERATIONS = 32, 64, 5
 MEASURED = (1, 2, 3)
 """The first iteration warms up, the last one saves the learner."""
@@ -65,9 +62,9 @@ def main() -> None:
         for topic in TOPICS[:PROMPTS]
     ]
     prompts.write_text("\n".join(lines) + "\n")
-    ours = {dtype: _child([sys.executable, "-m", "tests.bench.iteration", dtype], {}) for dtype in ("float32",)}
+    ours = {dtype: _child([sys.executable, "-m", "tests.bench.iteration", dtype]) for dtype in ("float32",)}
     trl = _trl(prompts)
-    ours["bfloat16"] = _child([sys.executable, "-m", "tests.bench.iteration", "bfloat16"], {})
+    ours["bfloat16"] = _child([sys.executable, "-m", "tests.bench.iteration", "bfloat16"])
 
     print(f"TRL 1.9.2: {trl:.1f} s an iteration (float32, median)")
     for dtype, goal in (("float32", 0.65), ("bfloat16", 0.4)):
@@ -92,20 +89,16 @@ def _report(dtype: str, goal: float, trl: float, found: dict[str, Any]) -> None:
 
 
 def _trl(prompts: Path) -> float:
-    site = CACHE / "trl"
-    if not (site / "trl").exists():
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site), *TRL]
-        subprocess.run(command, check=True)
     from tasks.models.samples import resolve
 
     model = resolve("sample:smollm2-135m-instruct")
     command = [sys.executable, "tests/bench/trl_ppo.py", str(model), str(prompts), "3", str(NEW_TOKENS)]
-    return statistics.median(_child(command, {"PYTHONPATH": str(site.resolve())})["seconds"][1:])
+    return statistics.median(_child(command)["seconds"][1:])
 
 
-def _child(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
+def _child(command: list[str]) -> dict[str, Any]:
     """The last line that a process prints, as JSON."""
-    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])

@@ -1,6 +1,6 @@
 """The same PPO iteration in TRL: 32 prompts x 64 new tokens, one epoch, one optimizer step, four models of one size.
 
-Run by tests.bench in an environment of its own; prints one JSON line with the seconds of each iteration.
+Run by tests.bench; prints one JSON line with the seconds of each iteration.
 """
 
 import json

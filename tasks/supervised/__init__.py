@@ -1,0 +1,1 @@
+"""Supervised training: a policy on demonstrations, a reward model on preferences, by TRL's trainers."""
