@@ -73,7 +73,7 @@ def digests(config: Config) -> dict[str, str]:
     """Content digests of every model and prompt pool that a configuration names."""
     models = {"models.policy": config.models.policy}
     models |= {f"models.{name}": path for name in ("reference", "critic") if (path := getattr(config.models, name))}
-    models |= {f"rewards.{source.name}": source.path for source in config.rewards if source.path}
+    models |= {f"rewards.{name}": folder for source in config.rewards for name, folder in source.folders.items()}
     pools = {"prompts.source": config.prompts.source}
     pools |= {"evaluate.source": config.evaluate.source} if config.evaluate.source else {}
     return {name: folder_digest(resolve(path)) for name, path in models.items()} | {

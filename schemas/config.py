@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError, model_validator
 
 from schemas.experience import Estimator
 from schemas.ids import RunId
+from schemas.reward_options import EnsembleOptions, Options, options_of
 from schemas.rewards import RewardKind
 from schemas.updates import Objective
 
@@ -113,32 +114,101 @@ class RolloutSection(Section):
         return {key: value for key, value in given.items() if key not in RESHAPING}
 
 
+class Substitute(Section):
+    """The number that stands for a failed score."""
+
+    substitute: float = Field(allow_inf_nan=False)
+
+
+def _a_failure_policy(given: Any) -> Any:
+    if given in ("fail", "drop") or isinstance(given, Substitute):
+        return given
+    number = given.get("substitute") if isinstance(given, dict) and len(given) == 1 else None
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number):
+        raise ValueError(f'must be "fail", "drop" or {{ substitute = number }}, not {given!r}')
+    return given
+
+
 class RewardSource(Section):
-    """One `[[rewards]]` entry. The outcome of a sample is the weighted sum of its models and functions; what sources of
-    kind "process" say is added token by token."""
+    """One `[[rewards]]` entry. The outcome of a sample is the weighted sum of its sources; what those of kind "process"
+    and "process_model" say is added token by token."""
 
     name: str = Field(pattern=r"^[A-Za-z][A-Za-z0-9_.-]*$")
     kind: RewardKind
-    path: str | None = Field(None, description="kind = model: folder of a sequence classifier with one label")
+    path: str | None = Field(
+        None,
+        description="kind = model: folder of a sequence classifier with one label; kind = process_model: of a token "
+        "classifier with one label, or two of which the second says that a step is right",
+    )
     function: str | None = Field(
         None,
         description="module:function or path/to/file.py:function over (prompt, response, metadata) -> number; for a "
         "process over (prompt, response, metadata, tokens) -> a number for each token, or {position: number}",
     )
+    options: SerializeAsAny[Options] = Field(
+        Options(), description="what this kind can be told beside; see schemas/reward_options.py"
+    )
     weight: float = Field(1.0, allow_inf_nan=False)
-    timeout: PositiveFloat = Field(10.0, description="seconds one call of a function may take")
+    timeout: PositiveFloat = Field(10.0, description="seconds that one call of a function may take")
+    on_failure: Annotated[Literal["fail", "drop"] | Substitute, BeforeValidator(_a_failure_policy)] = Field(
+        "drop",
+        description="what a failed score does: fail the stage, drop the sample from training, or count as the number "
+        "of { substitute = number }",
+    )
+    max_failed: UnitFloat | None = Field(
+        None, description="largest share of an iteration's samples that may fail; more of them fail the stage"
+    )
+
+    @property
+    def substitute(self) -> float | None:
+        """The number that counts where scoring failed."""
+        return self.on_failure.substitute if isinstance(self.on_failure, Substitute) else None
+
+    @property
+    def folders(self) -> dict[str, str]:
+        """The folders of the source's models, by a name for each."""
+        if isinstance(self.options, EnsembleOptions):
+            return {f"{self.name}.{index}": folder for index, folder in enumerate(self.options.members)}
+        return {} if self.path is None else {self.name: self.path}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reads_the_options_of_its_kind(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("kind") in list(RewardKind):
+            return {**given, "options": options_of(RewardKind(given["kind"]), given.get("options", {}))}
+        return given
 
     @model_validator(mode="after")
     def _has_what_its_kind_needs(self) -> "RewardSource":
-        needs, other = ("path", "function") if self.kind is RewardKind.MODEL else ("function", "path")
-        if getattr(self, needs) is None or getattr(self, other) is not None:
-            raise ValueError(f'reward {self.name!r} of kind "{self.kind}" needs `{needs}` and no `{other}`')
+        needs = _NEEDS.get(self.kind)
+        for key in ("path", "function"):
+            if (getattr(self, key) is not None) != (key == needs):
+                other = "function" if needs == "path" else "path"
+                wanted = f"`{needs}` and no `{other}`" if needs else "neither `path` nor `function`, but `options`"
+                raise ValueError(f'reward {self.name!r} of kind "{self.kind}" needs {wanted}')
         if self.function is not None and self.function.count(":") != 1:
             raise ValueError(
                 f"reward {self.name!r}: function must read module:function or path/to/file.py:function, "
                 f"not {self.function!r}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _limits_what_may_fail(self) -> "RewardSource":
+        if self.on_failure == "fail" and self.max_failed is not None:
+            raise ValueError(
+                f'reward {self.name!r}: on_failure = "fail" lets no score fail, and nothing reads max_failed; remove '
+                f'it, or set on_failure = "drop"'
+            )
+        return self
+
+
+_NEEDS = {
+    RewardKind.MODEL: "path",
+    RewardKind.PROCESS_MODEL: "path",
+    RewardKind.FUNCTION: "function",
+    RewardKind.PROCESS: "function",
+}
 
 
 class ScoreSection(Section):
@@ -381,7 +451,7 @@ class Config(Section):
     models: ModelsSection
     prompts: PromptsSection
     rollout: RolloutSection
-    rewards: tuple[RewardSource, ...] = Field(min_length=1)
+    rewards: tuple[RewardSource, ...]
     score: ScoreSection = ScoreSection()
     outcome: OutcomeSection = OutcomeSection()
     advantages: AdvantagesSection = AdvantagesSection()
@@ -393,6 +463,8 @@ class Config(Section):
     @model_validator(mode="after")
     def _is_consistent(self) -> "Config":
         names = [r.name for r in self.rewards]
+        if not names:
+            raise ValueError("rewards: at least one [[rewards]] is needed")
         if len(set(names)) < len(names):
             raise ValueError(f"rewards need different names, got {names}")
         return self
@@ -500,10 +572,17 @@ def _given_in_vain(config: Config) -> list[str]:
         unread["outcome.scale"] = unread["outcome.clip_at"] = 'outcome.normalize = "none"'
     if outcome.clip is None:
         unread["outcome.clip_at"] = "outcome.clip is not set"
-    return [
-        f"{key}: nothing reads it, because {why}; remove it (--set {key}= does so), or change the other"
+    given = {
+        key: why
         for key, why in unread.items()
         if key.split(".")[1] in getattr(config, key.split(".")[0]).model_fields_set
+    }
+    for index, source in enumerate(config.rewards):
+        if source.kind.runs_on_device and "timeout" in source.model_fields_set:
+            given[f"rewards.{index}.timeout"] = f'no call of a source of kind "{source.kind}" is timed'
+    return [
+        f"{key}: nothing reads it, because {why}; remove it (--set {key}= does so), or change the other"
+        for key, why in given.items()
     ]
 
 

@@ -19,32 +19,55 @@ class RewardKind(StrEnum):
     """What kind of source a reward comes from."""
 
     MODEL = "model"
+    ENSEMBLE = "ensemble"
+    PROCESS_MODEL = "process_model"
     FUNCTION = "function"
     PROCESS = "process"
+
+    @property
+    def runs_on_device(self) -> bool:
+        """Its models compute where the learner does, one source after the other; the others run beside them."""
+        return self in (RewardKind.MODEL, RewardKind.ENSEMBLE, RewardKind.PROCESS_MODEL)
+
+    @property
+    def rewards_tokens(self) -> bool:
+        """It gives a number to single tokens, which are added where they stand; the others score the response."""
+        return self in (RewardKind.PROCESS_MODEL, RewardKind.PROCESS)
 
 
 TABLE = Table(
     name="rewards",
     stage="score",
-    meaning="one row a (sample, source): the raw score, its value after shaping, and how scoring ended",
+    meaning="one row a (sample, source): the raw score, the value that counts, and how scoring ended",
     key=("sample_id", "source"),
     columns=(
         RUN_ID,
         ITERATION,
         SAMPLE_ID,
         Column("source", STRING, "name of the reward source in the configuration", enum=True),
-        Column("kind", STRING, "model, function, or process: a function that rewards single tokens", enum=True),
+        Column("kind", STRING, "what the source is, as in the configuration", enum=True),
         Column(
             "raw",
             FLOAT32,
             "the score as the source gave it, of a process source the sum over its tokens; null unless status is ok",
             nullable=True,
         ),
-        Column("value", FLOAT32, "the score after shaping; null unless status is ok", nullable=True),
+        Column(
+            "value",
+            FLOAT32,
+            "what counts: raw, or what on_failure substitutes for a failed score; null where nothing does",
+            nullable=True,
+        ),
         Column("weight", FLOAT32, "the source's weight in the outcome"),
         Column("status", STRING, "ok, none, timeout, error or nonfinite", enum=True),
         Column("detail", STRING, "what went wrong, in words", nullable=True),
-        Column("process", ragged(FLOAT32), "the reward of every token, of a process source", nullable=True),
+        Column(
+            "process",
+            ragged(FLOAT32),
+            "the reward of every token, of a process source; a substituted value stands on the last token",
+            nullable=True,
+        ),
+        Column("members", ragged(FLOAT32), "the raw score of every member of an ensemble, in order", nullable=True),
         Column("seconds", FLOAT32, "time spent on this row", unit="s", volatile=True),
     ),
 )

@@ -2,8 +2,9 @@
 reference and the critic make of it, at the version that sampled it."""
 
 import json
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +13,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas.config import Config
+from schemas.config import Config, RewardSource
 from schemas.manifest import StageName
-from schemas.rewards import RewardKind, RewardStatus
+from schemas.rewards import RewardStatus
 from schemas.rollouts import FinishReason
 from tasks.engines.scorer import Item, RewardScorer, Score
 from tasks.engines.warm import Warm, warm
@@ -23,10 +24,11 @@ from tasks.models.sequences import Sequences, score_layout
 from tasks.models.weights import folder_digest
 from tasks.ppo.drops import drop_reason, drop_reasons
 from tasks.progress import report
-from tasks.stage import At, Committed, Result, Staging, run_stage
+from tasks.stage import At, Committed, Result, StageError, Staging, run_stage
 
 PATIENCE_SECONDS = 2.0
-"""How long to wait for reward functions before the forwards start on the assumption that all will succeed."""
+"""How long to wait for slow sources before the forwards start on the assumption that all will succeed."""
+REPORT_SECONDS = 1.0
 
 Scores = dict[str, Score]
 """By sample id."""
@@ -37,7 +39,8 @@ NOT_SCORED = Score(None, RewardStatus.NONE, "the response was cut from outside, 
 def score(at: At, rollouts: Committed) -> Committed:
     """Commits `rewards`, one row a (sample, source), and `forwards`, one row a sample.
 
-    A failed score is a row without a number, never a zero. A response that was aborted is not scored.
+    A failed score is a row without a raw number, never a zero; what it does is the source's `on_failure`. A response
+    that was aborted is not scored. Raises StageError where a source fails more often than it may.
     """
     config, held, version = at.config, warm(at), rollouts.policy_version
     critic = held.critic_digest(version)
@@ -74,12 +77,16 @@ def prompts_of(at: At, rollouts: Committed) -> Committed:
 
 def rewards_section(config: Config) -> list[dict[str, Any]]:
     """The reward sources as a stage's key names them: models by digest, wherever their folders lie."""
-    return [source.model_dump(mode="json", exclude={"path"}) for source in config.rewards]
+    return [
+        source.model_dump(mode="json", exclude={"path": True, "options": {"members": True}})
+        for source in config.rewards
+    ]
 
 
 def reward_digests(config: Config) -> dict[str, str]:
     """The weights digest of every reward model."""
-    return {f"reward {s.name}": folder_digest(resolve(s.path)) for s in config.rewards if s.path is not None}
+    folders = {name: path for source in config.rewards for name, path in source.folders.items()}
+    return {f"reward {name}": folder_digest(resolve(path)) for name, path in folders.items()}
 
 
 @dataclass(frozen=True)
@@ -99,20 +106,21 @@ def _score(staging: Staging, held: Warm) -> Result:
         _write(staging, held, rollouts, {}, _Forwards([], [], None, None))
         return Result(rows_used=0)
     scorers = held.reward_scorers()
-    functions = [s for s in scorers if s.source.kind is not RewardKind.MODEL]
-    models = [s for s in scorers if s.source.kind is RewardKind.MODEL]
+    on_device = [s for s in scorers if s.source.kind.runs_on_device]
+    beside = [s for s in scorers if not s.source.kind.runs_on_device]
     items = _items(rollouts, staging.read("prompts"))
     report(StageName.SCORE, 0, rollouts.num_rows)
-    with ThreadPoolExecutor(max_workers=len(scorers)) as pool, _closed_on_failure(functions):
-        running = [pool.submit(_by_sample, s, items) for s in functions]
-        scores = {s.source.name: _by_sample(s, items) for s in models}
-        wait(running, PATIENCE_SECONDS)
-        known = [*scores.values(), *(future.result() for future in running if future.done())]
-        assumed = _dropped(rollouts, known, staging)
+    with ThreadPoolExecutor(max_workers=len(scorers)) as pool, _closed_on_failure(beside):
+        running = {s.source.name: pool.submit(scores_of, s, items) for s in beside}
+        scores = {s.source.name: scores_of(s, items) for s in on_device}
+        wait(running.values(), PATIENCE_SECONDS)
+        scores |= {name: future.result() for name, future in running.items() if future.done()}
+        assumed = _dropped(rollouts, scores, staging)
         forwards = _run_forwards(rollouts, assumed, staging, held)
-        scores |= {s.source.name: future.result() for s, future in zip(functions, running, strict=True)}
+        _watch(running, beside, len(items))
+        scores |= {name: future.result() for name, future in running.items()}
     # Training leaves out what failed, and its layout decides how kernels round. Only a late failure costs this again.
-    if (dropped := _dropped(rollouts, list(scores.values()), staging)) != assumed:
+    if (dropped := _dropped(rollouts, scores, staging)) != assumed:
         forwards = _run_forwards(rollouts, dropped, staging, held)
     _write(staging, held, rollouts, scores, forwards)
     return Result(rows_used=rollouts.num_rows, facts={s.source.name: s.facts for s in scorers})
@@ -150,13 +158,57 @@ def _items(rollouts: pa.Table, prompts: pa.Table) -> list[Item]:
     return items
 
 
-def _by_sample(scorer: RewardScorer, items: list[Item]) -> Scores:
-    return {item.sample_id: score for item, score in zip(items, scorer.score(items), strict=True)}
+def scores_of(scorer: RewardScorer, items: list[Item]) -> Scores:
+    """What a source makes of each response. Raises StageError where more scores failed than its `on_failure` and
+    `max_failed` allow."""
+    scores = {item.sample_id: score for item, score in zip(items, scorer.score(items), strict=True)}
+    source = scorer.source
+    allowed = 0.0 if source.on_failure == "fail" else 1.0 if source.max_failed is None else source.max_failed
+    failed = {sample: score for sample, score in scores.items() if score.status is not RewardStatus.OK}
+    if len(failed) > allowed * len(scores):
+        counts = Counter(str(score.status) for score in failed.values())
+        sample, first = next(iter(failed.items()))
+        limit = f"max_failed = {allowed:g} allows" if source.max_failed is not None else 'on_failure = "fail" allows'
+        raise StageError(
+            f"score: reward {source.name!r} failed on {len(failed)} of {len(scores)} samples "
+            f"({', '.join(f'{status} {n}' for status, n in counts.most_common())}), more than its {limit}; the first "
+            f"is {sample}: {first.detail}\nmend the source and run again, or allow more (--change-config)"
+        )
+    return scores
 
 
-def _dropped(rollouts: pa.Table, scores: list[Scores], staging: Staging) -> list[bool]:
+def _watch(running: Mapping[str, Future[Scores]], scorers: list[RewardScorer], total: int) -> None:
+    """Waits for the sources that still run, and says how far they are. Ends early where one of them raised."""
+    waiting = {f for f in running.values() if not f.done()}
+    while waiting:
+        finished, waiting = wait(waiting, REPORT_SECONDS, FIRST_COMPLETED)
+        if any(future.exception() for future in finished):
+            return
+        slow = [s for s in scorers if running[s.source.name] in waiting]
+        if slow:
+            note = ", ".join(f"{s.source.name} {s.scored} of {total}" for s in slow)
+            report(StageName.SCORE, min(s.scored for s in slow), total, note)
+
+
+def _value(source: RewardSource, score: Score) -> float | None:
+    """What counts: the raw score, or what stands for a failed one. A response that isn't scored has no value."""
+    return score.raw if score.status is RewardStatus.OK or score is NOT_SCORED else source.substitute
+
+
+def _process(source: RewardSource, score: Score, num_tokens: int) -> Sequence[float] | None:
+    """The reward of every token; a value that stands for a failed score stands on the last one."""
+    value = _value(source, score)
+    if score.process is not None or value is None or not source.kind.rewards_tokens:
+        return score.process
+    return [0.0] * (num_tokens - 1) + [value]
+
+
+def _dropped(rollouts: pa.Table, scores: dict[str, Scores], staging: Staging) -> list[bool]:
     """Which rows training will leave out, as far as these scores tell."""
-    failed = {sample for of in scores for sample, score in of.items() if score.status is not RewardStatus.OK}
+    sources = [source for source in staging.config.rewards if source.name in scores]
+    failed = {
+        sample for source in sources for sample, score in scores[source.name].items() if _value(source, score) is None
+    }
     settings = staging.config.advantages
     names = ("sample_id", "action_mask", "policy_version", "finish_reason")
     alone = [
@@ -201,6 +253,7 @@ def _write(staging: Staging, held: Warm, rollouts: pa.Table, scores: dict[str, S
         for sample in samples
         for source in staging.config.rewards
     ]
+    length_of = dict(zip(samples, rollouts["response_len"].to_pylist(), strict=True))
     staging.write(
         "rewards",
         {
@@ -208,11 +261,12 @@ def _write(staging: Staging, held: Warm, rollouts: pa.Table, scores: dict[str, S
             "source": [source.name for _, source, _ in rows],
             "kind": [source.kind for _, source, _ in rows],
             "raw": [score.raw for _, _, score in rows],
-            "value": [score.raw for _, _, score in rows],
+            "value": [_value(source, score) for _, source, score in rows],
             "weight": [source.weight for _, source, _ in rows],
             "status": [score.status for _, _, score in rows],
             "detail": [score.detail for _, _, score in rows],
-            "process": [score.process for _, _, score in rows],
+            "process": [_process(source, score, length_of[sample]) for sample, source, score in rows],
+            "members": [score.members for _, _, score in rows],
             "seconds": [score.seconds for _, _, score in rows],
         },
     )

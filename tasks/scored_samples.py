@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from schemas.experience import Dropped
-from schemas.rewards import RewardKind, RewardStatus
+from schemas.rewards import RewardStatus
 from schemas.rollouts import FinishReason
 from tasks.ppo.drops import drop_reason
 from tasks.ppo.ragged import Rows
@@ -53,7 +53,7 @@ def scored_samples(staging: Staging) -> Iterator[pa.Table]:
         if staging.config.advantages.old_logp == "learner":
             _refuse(samples["learner_logp"].is_null(), samples, "has no learner_logp; run score again")
         samples = samples.append_column("outcome_raw", outcome).append_column("dropped", dropped)
-        if any(source.kind is RewardKind.PROCESS for source in staging.config.rewards):
+        if any(source.kind.rewards_tokens for source in staging.config.rewards):
             samples = samples.append_column("process_reward", _process_rewards(rollouts, own))
         yield samples
     if scored != rewards.num_rows:
@@ -95,22 +95,21 @@ class _Forwards:
 
 
 def _outcomes(rollouts: pa.Table, rewards: pa.Table, num_sources: int) -> tuple[pa.Array, np.ndarray]:
-    """The weighted sum of the sources of each sample, null where unknown, and whether a source owed a number.
+    """The weighted sum of the sources' values of each sample, null where unknown, and whether a source owed a number.
 
     A response that was cut from outside (abort) need not be scored: without a number from any source it has no outcome,
     and that is no failure.
     """
     row = rewards["row"].to_numpy()
 
-    def count(status: RewardStatus | None = None) -> np.ndarray:
-        where = slice(None) if status is None else pc.equal(rewards["status"], status).to_numpy()
-        return np.bincount(row[where], minlength=rollouts.num_rows)
+    def count(where: pa.ChunkedArray | None = None) -> np.ndarray:
+        return np.bincount(row if where is None else row[where.to_numpy()], minlength=rollouts.num_rows)
 
     weighted = pc.multiply(rewards["weight"].cast(pa.float64()), rewards["value"].cast(pa.float64())).fill_null(0)
-    weighted = pc.if_else(pc.equal(rewards["kind"], RewardKind.PROCESS), 0.0, weighted)
+    weighted = pc.if_else(rewards["process"].is_valid(), 0.0, weighted)
     aborted = pc.equal(rollouts["finish_reason"], FinishReason.ABORT).to_numpy()
-    given, known = count(), count(RewardStatus.OK) == num_sources
-    unscored = aborted & (count(RewardStatus.NONE) == given)
+    given, known = count(), count(rewards["value"].is_valid()) == num_sources
+    unscored = aborted & (count(pc.equal(rewards["status"], RewardStatus.NONE)) == given)
     wrong = (given != num_sources) & ~unscored
     _refuse(pa.array(wrong), rollouts, f"was not scored once by each of the {num_sources} reward sources")
     value = np.bincount(row, weights=weighted.to_numpy(), minlength=rollouts.num_rows)

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from schemas.config import RewardSource
 from schemas.rewards import RewardKind, RewardStatus
 from tasks.engines import function_worker
@@ -45,6 +47,7 @@ class FunctionScorer:
         """
         self.source = source
         self.policy_tokenizer = policy_tokenizer
+        self.scored = 0
         self._worker: _Worker | None = _Worker(source)
         self._sha256 = self._worker.sha256
         self._closed = False
@@ -54,9 +57,14 @@ class FunctionScorer:
         """The function, and the SHA-256 of the file it was imported from; null for one without a source file."""
         return {"function": self.source.function, "sha256": self._sha256}
 
+    @property
+    def models(self) -> dict[str, nn.Module]:
+        return {}
+
     def score(self, items: Sequence[Item]) -> list[Score]:
         calls = [self._arguments(item) for item in items]
         scores: list[Score] = []
+        self.scored = 0
         while len(scores) < len(items):
             if self._worker is None:
                 self._worker = _Worker(self.source)
@@ -64,7 +72,9 @@ class FunctionScorer:
             if self._closed:
                 self._worker.stop()
                 raise FunctionError(f"reward {self.source.name!r} was closed while it scored")
-            scores += self._worker.score(calls[len(scores) :])
+            for score in self._worker.score(calls[len(scores) :]):
+                scores.append(score)
+                self.scored = len(scores)
             if self._worker.process.returncode is not None:
                 self._worker = None
         return scores
@@ -123,22 +133,20 @@ class _Worker:
         file = hello["file"]
         self.sha256 = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
 
-    def score(self, calls: Sequence[list[Any]]) -> list[Score]:
+    def score(self, calls: Sequence[list[Any]]) -> Iterator[Score]:
         """The scores up to the first call that the process did not survive, that one included."""
         requests = b"".join(json.dumps(arguments).encode() + b"\n" for arguments in calls)
-        scores: list[Score] = []
         started = time.monotonic()
         try:
             for reply in self._replies(requests, len(calls), self.timeout):
-                scores.append(self._score(*reply))
+                yield self._score(*reply)
                 started = time.monotonic()
         except TimeoutError:
-            scores.append(self._timed_out(time.monotonic() - started))
             self.stop()
+            yield self._timed_out(time.monotonic() - started)
         except EOFError:
             detail = f"the process of the function {self._end()}"
-            scores.append(Score(None, RewardStatus.ERROR, detail, time.monotonic() - started))
-        return scores
+            yield Score(None, RewardStatus.ERROR, detail, time.monotonic() - started)
 
     def stop(self) -> None:
         """Ends the process and everything it started."""

@@ -4,6 +4,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from torch import nn
+
 from schemas.config import Config, RewardSource
 from schemas.rewards import RewardStatus
 from tasks.engines.scorer import Item, Score
@@ -25,6 +27,7 @@ class ModelScorer:
     def __init__(self, source: RewardSource, config: Config, policy_tokenizer: Any) -> None:
         assert source.path is not None
         folder = resolve(source.path)
+        self.scored = 0
         self.source = source
         self.config = config
         self.policy_tokenizer = policy_tokenizer
@@ -40,6 +43,10 @@ class ModelScorer:
     @property
     def facts(self) -> dict[str, Any]:
         return {"shares_policy_ids": self.shares_ids}
+
+    @property
+    def models(self) -> dict[str, nn.Module]:
+        return {self.source.name: self.model.model}
 
     def score(self, items: Sequence[Item]) -> list[Score]:
         started = time.perf_counter()

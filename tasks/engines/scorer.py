@@ -1,10 +1,12 @@
-"""What the stages ask of a reward source: responses in, one score and status each out. `function_scorer` and
-`model_scorer` implement it."""
+"""What the stages ask of a reward source: responses in, one score and status each out. The other modules
+named `*_scorer` implement it."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
+
+from torch import nn
 
 from schemas.config import Config, RewardSource
 from schemas.rewards import RewardKind, RewardStatus
@@ -28,7 +30,8 @@ class Item:
 class Score:
     """How scoring one response ended. Only status `ok` carries a number; `detail` says what went wrong otherwise.
 
-    `process`: of a process source, the reward of every token; `raw` is then their sum.
+    `process`: of a process source, the reward of every token; `raw` is then their sum. `members`: of an ensemble, what
+    each of its models said.
     """
 
     raw: float | None
@@ -36,6 +39,7 @@ class Score:
     detail: str | None
     seconds: float
     process: tuple[float, ...] | None = None
+    members: tuple[float, ...] | None = None
 
     @classmethod
     def of(cls, raw: float, seconds: float) -> "Score":
@@ -56,13 +60,19 @@ class Score:
 
 
 class RewardScorer(Protocol):
-    """A warm reward source. `facts` describe it for the record."""
+    """A warm reward source. `facts` describe it for the record; `models` are those that it holds in this process, by
+    name; `scored` says how many items of the present call have their score."""
+
+    scored: int
 
     @property
     def source(self) -> RewardSource: ...
 
     @property
     def facts(self) -> dict[str, Any]: ...
+
+    @property
+    def models(self) -> dict[str, nn.Module]: ...
 
     def score(self, items: Sequence[Item]) -> list[Score]:
         """One score an item, in order. A failure on one item is its status, and leaves its neighbours alone.
@@ -79,18 +89,29 @@ def open_scorers(config: Config, policy_tokenizer: Any) -> list[RewardScorer]:
 
     Raises StageError where a model can't be loaded or a function not imported.
     """
-    from tasks.engines.function_scorer import FunctionScorer
-    from tasks.engines.model_scorer import ModelScorer
-
     scorers: list[RewardScorer] = []
     try:
         for source in config.rewards:
-            if source.kind is RewardKind.MODEL:
-                scorers.append(ModelScorer(source, config, policy_tokenizer))
-            else:
-                scorers.append(FunctionScorer(source, policy_tokenizer))
+            scorers.append(_open(source, config, policy_tokenizer))
     except BaseException:
         for scorer in scorers:
             scorer.close()
         raise
     return scorers
+
+
+def _open(source: RewardSource, config: Config, policy_tokenizer: Any) -> RewardScorer:
+    from tasks.engines.ensemble_scorer import EnsembleScorer
+    from tasks.engines.function_scorer import FunctionScorer
+    from tasks.engines.model_scorer import ModelScorer
+    from tasks.engines.process_model_scorer import ProcessModelScorer
+
+    match source.kind:
+        case RewardKind.MODEL:
+            return ModelScorer(source, config, policy_tokenizer)
+        case RewardKind.ENSEMBLE:
+            return EnsembleScorer(source, config, policy_tokenizer)
+        case RewardKind.PROCESS_MODEL:
+            return ProcessModelScorer(source, config, policy_tokenizer)
+        case RewardKind.FUNCTION | RewardKind.PROCESS:
+            return FunctionScorer(source, policy_tokenizer)

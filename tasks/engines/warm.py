@@ -17,7 +17,6 @@ from torch import nn
 from schemas.config import Config
 from schemas.manifest import Manifest, StageName, digest_of
 from tasks.engines.learner import Learner
-from tasks.engines.model_scorer import ModelScorer
 from tasks.engines.rollout_engine import RolloutEngine, open_rollout_engine
 from tasks.engines.scorer import RewardScorer, open_scorers
 from tasks.lake.runs import Run
@@ -171,7 +170,7 @@ class Warm:
         if self._learner is None:
             return
         frozen: dict[str, nn.Module] = {
-            f"reward {s.source.name}": s.model.model for s in self._scorers or [] if isinstance(s, ModelScorer)
+            f"reward {name}": model for scorer in self._scorers or [] for name, model in scorer.models.items()
         }
         if self._reference is not None:
             frozen["reference"] = self._reference.policy

@@ -68,11 +68,23 @@ def load_classifier(folder: Path) -> tuple[Any, nn.Linear]:
     """
     from transformers import AutoModelForSequenceClassification
 
-    model = _load(AutoModelForSequenceClassification, folder, allow_bias=True)
-    heads = [(name, m) for name, m in model.named_children() if m is not model.base_model]
-    if len(heads) != 1 or not isinstance(heads[0][1], nn.Linear) or heads[0][1].out_features != 1:
+    return _classifier(AutoModelForSequenceClassification, folder, "one label", (1,))
+
+
+def load_token_classifier(folder: Path) -> tuple[Any, nn.Linear]:
+    """The backbone of a token classifier with one or two labels, and its score head. Raises LakeError likewise."""
+    from transformers import AutoModelForTokenClassification
+
+    return _classifier(AutoModelForTokenClassification, folder, "one or two labels", (1, 2))
+
+
+def _classifier(auto: Any, folder: Path, labels: str, allowed: tuple[int, ...]) -> tuple[Any, nn.Linear]:
+    model = _load(auto, folder, allow_bias=True)
+    children = model.named_children()
+    heads = [(n, m) for n, m in children if m is not model.base_model and not isinstance(m, nn.Dropout)]
+    if len(heads) != 1 or not isinstance(heads[0][1], nn.Linear) or heads[0][1].out_features not in allowed:
         found = ", ".join(f"{name}: {m}" for name, m in heads) or "none"
-        raise LakeError(f"{folder}: expected one linear score head with one label, found {found}")
+        raise LakeError(f"{folder}: expected one linear score head with {labels}, found {found}")
     name, head = heads[0]
     bias = _stored(folder, f"{name}.bias")
     if bias is not None and head.bias is None:

@@ -152,6 +152,10 @@ def _write_iteration(at: At) -> None:
                 rng.normal(size=lengths[s]).astype(np.float32).tolist() if good and source.kind == "process" else None
                 for (s, source), good in zip(pairs, ok, strict=True)
             ],
+            "members": [
+                [number] * 2 if source.kind == "ensemble" and number is not None else None
+                for (_, source), number in zip(pairs, raw, strict=True)
+            ],
             "seconds": [0.1] * len(pairs),
         }
         forwards = {

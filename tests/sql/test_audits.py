@@ -188,7 +188,11 @@ def trained_without(prompt: int, k: int) -> Callable[[Path], None]:
 
 
 def a_failed_reward(prompt: int, k: int) -> Callable[[Path], None]:
-    return set_in("rewards", "status", "timeout", prompt, k)
+    return in_all(
+        set_in("rewards", "status", "timeout", prompt, k),
+        set_in("rewards", "raw", None, prompt, k),
+        set_in("rewards", "value", None, prompt, k),
+    )
 
 
 def twice_in_an_epoch(rows: Rows) -> None:
@@ -277,6 +281,9 @@ FAULTS: list[tuple[str, Callable[[Path], None]]] = [
     ("baselines prompt_groups", set_in("rollouts", "baseline", True)),
     ("returns", set_in("experience", "returns", None)),
     ("outcome reward_failures", a_failed_reward(0, 0)),
+    ("reward_values", set_in("rewards", "raw", lambda x: x + 0.1)),
+    ("outcome reward_values", set_in("rewards", "value", lambda x: x + 0.1)),
+    ("reward_failures reward_values", set_in("rewards", "status", "timeout")),
     (
         "reward_failures",
         in_all(a_failed_reward(3, 0), experience(dropped_as("reward_failed"), 3, 0), trained_without(3, 0)),
@@ -347,6 +354,39 @@ def test_a_process_reward_at_another_token_is_found(tmp_path: Path) -> None:
 
     plant(tmp_path, "rewards", change)
     assert found(tmp_path) == {"process_rewards"}
+
+
+BOTH = {
+    "name": "both",
+    "kind": "ensemble",
+    "options": {"members": ["a", "b"], "combine": "mean_minus_std", "std_coef": 0.5},
+    "weight": 0.0,
+}
+FAILING = {"name": "failing", "kind": "function", "function": "a:b", "on_failure": {"substitute": -1.0}, "weight": 0.0}
+
+
+def test_what_members_did_not_give_and_nobody_substituted_is_found(tmp_path: Path) -> None:
+    """Members 1 and 3: mean 2, standard deviation 1, so 1.5; a failed score counts -1."""
+    write_lake(tmp_path, more_rewards=[BOTH, FAILING])
+
+    def change(members: list[float], value: float) -> Callable[[Rows], None]:
+        def apply(rows: Rows) -> None:
+            both, failing = (
+                next(row for row in rows if row["source"] == name and row["sample_id"] == rows[0]["sample_id"])
+                for name in ("both", "failing")
+            )
+            both.update(raw=1.5, value=1.5, members=members)
+            failing.update(raw=None, value=value, status="timeout")
+
+        return apply
+
+    for members, value, expected in (
+        ([1.0, 3.0], -1.0, {"reward_failures"}),
+        ([2.0, 3.0], -1.0, {"reward_failures", "reward_values"}),
+        ([1.0, 3.0], -0.5, {"reward_failures", "reward_values"}),
+    ):
+        plant(tmp_path, "rewards", change(members, value))
+        assert found(tmp_path) == expected
 
 
 def test_resealing_a_lake_changes_nothing(valid_lake: Path) -> None:

@@ -92,6 +92,7 @@ def write_scores(*shards: list[dict[str, Any]]) -> Callable[[Staging], Result]:
                 "status": [status for _, _, _, status in rewards],
                 "detail": [None] * len(rewards),
                 "process": process,
+                "members": [None] * len(rewards),
                 "seconds": [0.0] * len(rewards),
             },
         )

@@ -108,6 +108,14 @@ def test_the_outcome_is_the_weighted_sum_of_its_sources(run_advantages):
     assert rows["s-a"]["shaped_reward"] == [2.5]
 
 
+def test_a_value_that_stands_for_a_failed_score_counts(run_advantages):
+    """A time-out that counts -1, and half of 2 from a source that worked: 0."""
+    _, rows = run_advantages(
+        [row("s-a", [-1.0], rewards=[("r", -1.0, "timeout"), ("half", 2.0, "ok")])], sources=("r", "half")
+    )
+    assert (rows["s-a"]["outcome_raw"], rows["s-a"]["dropped"]) == (0.0, None)
+
+
 @pytest.mark.parametrize("status", ["none", "timeout", "error", "nonfinite"])
 def test_s36_s38_a_failed_score_is_no_zero_and_drops_its_row_alone(run_advantages, status):
     manifest, rows = run_advantages(

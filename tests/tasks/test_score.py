@@ -1,6 +1,7 @@
 """The score stage on responses of a real engine: a row for every (sample, source), forwards for every token."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from schemas.config import RewardSource
 from schemas.manifest import StageName
 from tasks import score as score_module
+from tasks.engines.function_scorer import FunctionScorer
+from tasks.engines.scorer import Item
 from tasks.engines.warm import close_all, warm
+from tasks.progress import Event, Progress, watch
 from tasks.rollout import rollout
 from tasks.sample_prompts import sample_prompts
-from tasks.score import prompts_of, score
-from tasks.stage import At, Committed, Result, Staging, run_stage
+from tasks.score import prompts_of, score, scores_of
+from tasks.stage import At, Committed, Result, StageError, Staging, run_stage
 
 Start = Callable[..., At]
 
@@ -38,7 +43,7 @@ def constant(prompt, response, metadata): return 1.0
 def of_response(prompt, response, metadata): return float(len(response))
 
 def slow_none(prompt, response, metadata):
-    time.sleep(0.02)
+    time.sleep(0.02 if metadata["answer"] < 14 else 0.2)
     return None if metadata["answer"] == 2 else 1.0
 
 def of_chat(prompt, response, metadata):
@@ -128,6 +133,52 @@ def test_forwards_are_what_an_unpadded_model_says_of_every_token(
         assert (forwards["bootstrap_value"] is None) == (not row["truncated"])
 
 
+def test_s36_a_failed_score_may_count_as_a_stated_value(
+    start: Start, config_of: Any, function: Any, tiny_classifier: Path
+) -> None:
+    """Its status and detail stay, it has no raw score; a source that drops its failures has no value either."""
+    substituting = function("by_answer", timeout=0.3, on_failure={"substitute": -1.0})
+    dropping = function("by_answer", timeout=0.3) | {"name": "dropping"}
+    ensemble = {"kind": "ensemble", "options": {"members": [str(tiny_classifier)] * 2, "combine": "min"}}
+    at = start(config_of([substituting, dropping, {"name": "both", **ensemble}]))
+    score(at, sampled(at))
+    answer_of = answers(at)
+    for row in read(at, StageName.SCORE, "rewards"):
+        answer = answer_of[row["sample_id"]]
+        if row["source"] == "both":
+            assert row["members"] == [row["raw"], row["raw"]]
+        elif STATUS[answer] == "ok":
+            assert row["raw"] == row["value"] == answer
+        else:
+            assert (row["status"], row["raw"]) == (STATUS[answer], None)
+            assert row["value"] == (-1.0 if row["source"] == "by_answer" else None)
+            assert row["detail"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "says"),
+    [
+        ({"on_failure": "fail"}, 'on_failure = "fail" allows'),
+        ({"max_failed": 0.49, "on_failure": {"substitute": 0.0}}, "max_failed = 0.49 allows"),
+        ({"max_failed": 0.5}, None),
+    ],
+)
+def test_more_failures_than_stated_fail_the_stage(function: Any, policy: dict[str, Any], says: str | None) -> None:
+    """Half of the samples fail: with None, with an error, with NaN and by time-out."""
+    scorer = FunctionScorer(RewardSource(**function("by_answer", timeout=0.3, **policy)))
+    prompts = [f"question {n}: what is {n} + {n}?" for n in range(8)]
+    items = [Item(f"s-{n}", prompt, "", [], [], {"answer": 2 * n}) for n, prompt in enumerate(prompts)]
+    if says is None:
+        assert {sample: str(score.status) for sample, score in scores_of(scorer, items).items()} == {
+            f"s-{n}": STATUS[2 * n] for n in range(8)
+        }
+    else:
+        with pytest.raises(StageError, match=r"'by_answer' failed on 4 of 8 samples \((\w+ 1(, )?){4}\)") as error:
+            scores_of(scorer, items)
+        assert says in str(error.value)
+    scorer.close()
+
+
 def test_values_are_read_before_each_token_and_after_the_last(
     start: Start, config_of: Any, function: Any, tiny_classifier: Path
 ) -> None:
@@ -181,16 +232,21 @@ def test_warm_and_cold_commit_the_same_and_a_committed_stage_stands(
 def test_a_slow_function_works_beside_the_forwards_and_a_late_failure_changes_nothing(
     start: Start, config_of: Any, function: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The layout of the forwards is that of training, which leaves failed rows out, whenever a failure was known."""
+    """The layout of the forwards is that of training, which leaves failed rows out, whenever a failure was known. How
+    far the slow source is shows in the progress."""
     config = config_of([function("slow_none")], models={"compute_dtype": "bfloat16"})
-    digests = set()
+    monkeypatch.setattr(score_module, "REPORT_SECONDS", 0.05)
+    digests, seen = set(), list[Event]()
     for lake, patience in (("patient", 60.0), ("impatient", 0.0)):
         monkeypatch.setattr(score_module, "PATIENCE_SECONDS", patience)
         at = start(config, 0, tmp_path / lake)
-        score(at, sampled(at))
+        with watch(seen.append):
+            score(at, sampled(at))
         (output,) = (o for o in at.run.committed(0, StageName.SCORE).outputs if o.table == "forwards")
         digests.add(output.content_digest)
     assert len(digests) == 1
+    notes = [event.note for event in seen if isinstance(event, Progress)]
+    assert any(re.fullmatch(r"slow_none \d+ of 16", note) for note in notes), notes
 
 
 def test_a_chat_reaches_the_function_as_messages(start: Start, config_of: Any, function: Any, tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 -- severity: error
--- why: outcome_raw is the weighted sum of the reward sources; where one failed there is none, never a 0 in its place
+-- why: outcome_raw is the weighted sum of what the reward sources count; where one counts nothing there is none, never a 0
 -- remedy: a fault of the advantages stage; remove its folder and those of the stages after it, and run again
 SELECT e.run_id, e.iteration, e.sample_id AS subject,
     format('outcome_raw {}, outcome {}, dropped {}; its rewards say {} with {} failures',
@@ -7,9 +7,9 @@ SELECT e.run_id, e.iteration, e.sample_id AS subject,
 FROM experience AS e
 JOIN (
     SELECT run_id, iteration, sample_id,
-        if(bool_and(status = 'ok'), coalesce(sum(weight::DOUBLE * value) FILTER (kind <> 'process'), 0), NULL) AS expected,
-        coalesce(sum(weight::DOUBLE * abs(value)) FILTER (kind <> 'process'), 0) AS size,
-        count(*) FILTER (status <> 'ok' AND NOT (status = 'none' AND finish_reason = 'abort')) AS failures,
+        if(bool_and(value IS NOT NULL), coalesce(sum(weight::DOUBLE * value) FILTER (process IS NULL), 0), NULL) AS expected,
+        coalesce(sum(weight::DOUBLE * abs(value)) FILTER (process IS NULL), 0) AS size,
+        count(*) FILTER (value IS NULL AND NOT (status = 'none' AND finish_reason = 'abort')) AS failures,
     FROM rewards
     JOIN (SELECT run_id, iteration, sample_id, finish_reason FROM rollouts) USING (run_id, iteration, sample_id)
     GROUP BY run_id, iteration, sample_id
