@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError, model_validator
 
-from schemas.experience import Estimator
+from schemas.experience import Estimator, ImportanceCorrection
 from schemas.ids import RunId
 from schemas.reward_options import EnsembleOptions, Options, options_of
 from schemas.rewards import RewardKind
@@ -257,6 +257,16 @@ def _usual_whitening(given: dict[str, Any]) -> Whitening:
     return "global" if given.get("estimator") in (Estimator.GAE, Estimator.REINFORCE_PP) else "none"
 
 
+def _a_number_or_two(given: Any) -> Any:
+    numbers = given if isinstance(given, (list, tuple)) and len(given) == 2 else [given]
+    if not all(isinstance(x, (int, float)) and not isinstance(x, bool) and 0 < x < math.inf for x in numbers):
+        raise ValueError(f"must be a number above 0, or two of them as [low, high], not {given!r}")
+    return given
+
+
+NumberOrTwo = Annotated[float | tuple[float, float], BeforeValidator(_a_number_or_two)]
+
+
 class AdvantagesSection(Section):
     """Masks, KL to the reference, advantages and whitening (conventions C1 to C6)."""
 
@@ -290,8 +300,15 @@ class AdvantagesSection(Section):
         description="whose log-probs the ratio's denominator is: recomputed by the learner, or the engine's as sampled "
         "(float32 alone), which saves a forward",
     )
-    importance_cap: PositiveFloat | None = Field(
-        None, description="cap of a sample's weight pi_learner / pi_engine in the policy loss; unset: every weight is 1"
+    importance_cap: NumberOrTwo | None = Field(
+        None,
+        description="bound of pi_learner / pi_engine, a cap or a band [low, high], by which importance_correction "
+        "weighs the policy loss; unset: every weight is 1",
+    )
+    importance_correction: ImportanceCorrection = Field(
+        ImportanceCorrection.TRUNCATE_SEQUENCE,
+        description="min(ratio, cap) as the weight of a token, or of a response (its ratio is the product over its "
+        "tokens); or weight 0 for the tokens, or the responses, whose ratio lies outside the band",
     )
     max_engine_gap: PositiveFloat | None = Field(
         None, description="fail above this mean |learner - engine| log-prob over the trained tokens, in nats"
@@ -308,6 +325,20 @@ class AdvantagesSection(Section):
             raise ValueError(
                 f'advantages.estimator = "{self.estimator}" normalises within each prompt\'s answers, and '
                 f'advantages.whiten = "{self.whiten}" would do it again; leave it out, or use estimator = "rloo"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _corrects_with_what_its_correction_needs(self) -> "AdvantagesSection":
+        cap, chosen = self.importance_cap, f'advantages.importance_correction = "{self.importance_correction}"'
+        if cap is None:
+            return self
+        if self.importance_correction.truncates and isinstance(cap, tuple):
+            raise ValueError(f"{chosen} truncates from above; set advantages.importance_cap to one number, such as 2.0")
+        if not self.importance_correction.truncates and not (isinstance(cap, tuple) and cap[0] < 1 < cap[1]):
+            raise ValueError(
+                f"{chosen} keeps what lies in a band around 1; set advantages.importance_cap to [low, high], such as "
+                f"[0.5, 2.0]"
             )
         return self
 
@@ -338,13 +369,6 @@ class AdvantagesSection(Section):
         return self
 
 
-def _a_number_or_two(given: Any) -> Any:
-    numbers = given if isinstance(given, (list, tuple)) and len(given) == 2 else [given]
-    if not all(isinstance(x, (int, float)) and not isinstance(x, bool) and 0 < x < math.inf for x in numbers):
-        raise ValueError(f"must be a number above 0, or two of them as [low, high], not {given!r}")
-    return given
-
-
 class TrainSection(Section):
     """The PPO update."""
 
@@ -368,7 +392,7 @@ class TrainSection(Section):
     ratio: Literal["token", "sequence"] = Field(
         "token", description="each token's own ratio, or at every token the geometric mean over its response (GSPO)"
     )
-    clip: Annotated[float | tuple[float, float], BeforeValidator(_a_number_or_two)] = Field(
+    clip: NumberOrTwo = Field(
         0.2, description="epsilon of the clipped surrogate, or [low, high]: the range is 1 - low to 1 + high"
     )
     dual_clip: PositiveFloat | None = Field(
@@ -382,6 +406,16 @@ class TrainSection(Section):
     )
     entropy_coef: NonNegativeFloat = Field(
         0.0, description="weight of the sampled distribution's exact entropy, subtracted from the loss"
+    )
+    sampled_entropy_coef: NonNegativeFloat = Field(
+        0.0,
+        description="weight of the mean of -log p of the sampled tokens, in the exact entropy's place: cheap, but its "
+        "gradient is 0 on average as long as the policy is the one that sampled",
+    )
+    time_weight: bool = Field(
+        False,
+        description="weigh the policy loss of a response's action number t by advantages.gamma^t, as the strict "
+        "discounted objective does",
     )
     value_clip: PositiveFloat | None = Field(0.2, description="range of the value clipping; unset for none")
     target_kl: PositiveFloat | None = Field(None, description="stop the iteration's updates above this approximate KL")
@@ -404,6 +438,11 @@ class TrainSection(Section):
                 raise ValueError(f"{objective} needs train.dual_clip, a number above 1 + train.clip = {lowest:g}")
         elif self.dual_clip is not None:
             raise ValueError(f'{objective} has no use for train.dual_clip; remove it, or set objective = "dual_clip"')
+        if self.entropy_coef and self.sampled_entropy_coef:
+            raise ValueError(
+                "train.entropy_coef (exact) and train.sampled_entropy_coef (-log p of the sampled tokens) are two "
+                "measures of one thing; set one of them to 0"
+            )
         for key in ("kl_penalty_coef", "kl_penalty_range"):
             needed, given = self.objective is Objective.KL_PENALTY, getattr(self, key) is not None
             if needed and not given:
@@ -489,6 +528,22 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _weighs_by_a_discount(self) -> "Config":
+        if not self.train.time_weight:
+            return self
+        if self.advantages.estimator.has_baseline:
+            raise ValueError(
+                f"train.time_weight discounts from token to token, and advantages.estimator = "
+                f'"{self.advantages.estimator}" does not; leave it out, or use estimator = "reinforce"'
+            )
+        if self.advantages.gamma == 1:
+            raise ValueError(
+                "train.time_weight weighs by advantages.gamma^t, which is 1 everywhere for gamma = 1; leave it out, or "
+                "set advantages.gamma below 1"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _takes_old_logp_from_an_exact_engine(self) -> "Config":
         if self.advantages.old_logp == "learner":
             return self
@@ -568,6 +623,8 @@ def _given_in_vain(config: Config) -> list[str]:
         unread["advantages.gamma"] = f"{estimator} gives all tokens of a response the same advantage"
     if advantages.kl_controller == "fixed":
         unread["advantages.kl_reduction"] = 'advantages.kl_controller = "fixed" has no target'
+    if advantages.importance_cap is None:
+        unread["advantages.importance_correction"] = "advantages.importance_cap is not set"
     if outcome.normalize == "none":
         unread["outcome.scale"] = unread["outcome.clip_at"] = 'outcome.normalize = "none"'
     if outcome.clip is None:

@@ -41,6 +41,23 @@ class Estimator(StrEnum):
         return self in (Estimator.RLOO, Estimator.GRPO, Estimator.GRPO_NO_STD, Estimator.REMAX)
 
 
+class ImportanceCorrection(StrEnum):
+    """What the policy loss makes of pi_learner / pi_engine, of a token or of a whole response."""
+
+    TRUNCATE_TOKEN = "truncate_token"
+    TRUNCATE_SEQUENCE = "truncate_sequence"
+    MASK_TOKEN = "mask_token"
+    REJECT_SEQUENCE = "reject_sequence"
+
+    @property
+    def truncates(self) -> bool:
+        return self in (ImportanceCorrection.TRUNCATE_TOKEN, ImportanceCorrection.TRUNCATE_SEQUENCE)
+
+    @property
+    def by_token(self) -> bool:
+        return self in (ImportanceCorrection.TRUNCATE_TOKEN, ImportanceCorrection.MASK_TOKEN)
+
+
 class Dropped(StrEnum):
     """Why a sample is not trained on."""
 
@@ -103,7 +120,28 @@ TABLE = Table(
         _outcome("outcome", "the number added at score_index: outcome_scaled and the three penalties"),
         Column("reward_sum", FLOAT32, "sum of shaped_reward over the actions"),
         Column("kl_sum", FLOAT32, "sum of sampled_kl over the actions", unit="nats"),
+        Column(
+            "engine_log_ratio",
+            FLOAT32,
+            "sum over the actions of learner_logp - behavior_logp, before any "
+            "truncation; null where old_logp is the engine's",
+            unit="nats",
+            nullable=True,
+        ),
+        Column(
+            "importance_correction",
+            STRING,
+            "what made the weights of engine_log_ratio; null: nothing did",
+            enum=True,
+            nullable=True,
+        ),
         Column("importance_weight", FLOAT32, "weight of the sample in the policy loss"),
+        _tokens(
+            "token_weight",
+            FLOAT32,
+            "weight of the token in the policy loss, beside importance_weight; null unless corrected by token",
+            nullable=True,
+        ),
         Column("dropped", STRING, "null, or why the sample is not trained on", nullable=True, enum=True),
     ),
 )

@@ -14,8 +14,8 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
-from schemas.config import Config
-from schemas.experience import TABLE, Dropped, Estimator
+from schemas.config import AdvantagesSection, Config
+from schemas.experience import TABLE, Dropped, Estimator, ImportanceCorrection
 from schemas.manifest import StageName
 from schemas.rollouts import FinishReason
 from tasks.carried import KL_CONTROL, Carried
@@ -23,7 +23,14 @@ from tasks.outcome_shaping import Outcome, outcome_moments, shaped
 from tasks.ppo.baselines import group_relative, leave_one_out, remax, reward_to_go
 from tasks.ppo.drops import drop_reasons
 from tasks.ppo.gae import gae
-from tasks.ppo.importance import EngineGap, engine_gap, truncated_sequence_weights
+from tasks.ppo.importance import (
+    EngineGap,
+    engine_gap,
+    sequences_within_band,
+    truncated_sequence_weights,
+    truncated_token_weights,
+    within_band,
+)
 from tasks.ppo.kl import KlEstimator, token_kl
 from tasks.ppo.masks import Masks, build_masks
 from tasks.ppo.ragged import Rows
@@ -334,9 +341,8 @@ def _experience(samples: pa.Table, given: _Settings) -> _Block:
     kept = tensor(samples["dropped"].is_null())
     trained = masks.action & rows.spread(kept)
     behavior_logp = tokens(samples["behavior_logp"])
-    weight = kept.double()
-    if settings.importance_cap is not None:
-        weight *= truncated_sequence_weights(rows, of.old_logp, behavior_logp, trained, cap=settings.importance_cap)
+    of_rows, token_weight = _importance_weights(rows, of.old_logp, behavior_logp, trained, settings)
+    compares = settings.old_logp == "learner"
     of_tokens = {
         "score_mask": masks.score,
         "action_mask": masks.action,
@@ -351,6 +357,7 @@ def _experience(samples: pa.Table, given: _Settings) -> _Block:
         "old_value": value,
         "raw_advantage": raw_advantage,
         "returns": returns,
+        "token_weight": token_weight,
     }
     of_outcome = {**vars(of.outcome), "outcome": of.outcome.final}
     names = {"scaled": "outcome_scaled"}
@@ -369,12 +376,37 @@ def _experience(samples: pa.Table, given: _Settings) -> _Block:
         **{names.get(n, n): pa.array(x.float().numpy(), mask=unscored) for n, x in of_outcome.items()},
         "reward_sum": rows.sum(of.reward).float().numpy(),
         "kl_sum": rows.sum(of.sampled_kl).float().numpy(),
-        "importance_weight": weight.float().numpy(),
+        "engine_log_ratio": rows.sum(torch.where(masks.action, of.old_logp - behavior_logp, 0)).float().numpy()
+        if compares
+        else pa.nulls(len(acts), pa.float32()),
+        "importance_correction": _constant(settings.importance_correction, len(acts))
+        if settings.importance_cap is not None
+        else pa.nulls(len(acts), pa.string()),
+        "importance_weight": (kept * of_rows).float().numpy(),
         "dropped": samples["dropped"],
         **{name: _ragged(name, x, rows) for name, x in of_tokens.items()},
     }
-    gap = engine_gap(of.old_logp, behavior_logp, trained) if settings.old_logp == "learner" else EngineGap()
+    gap = engine_gap(of.old_logp, behavior_logp, trained) if compares else EngineGap()
     return _Block(pa.table(columns), rows, raw_advantage, trained, gap)
+
+
+def _importance_weights(
+    rows: Rows, learner_logp: Tensor, behavior_logp: Tensor, mask: Tensor, settings: AdvantagesSection
+) -> tuple[Tensor, Tensor | None]:
+    """The weights of samples [B], and of tokens [N] where the configured correction works by token."""
+    of, cap, ones = (learner_logp, behavior_logp, mask), settings.importance_cap, torch.ones(len(rows.lengths))
+    if cap is None:
+        return ones, None
+    low, high = cap if isinstance(cap, tuple) else (0.0, cap)
+    match settings.importance_correction:
+        case ImportanceCorrection.TRUNCATE_TOKEN:
+            return ones, truncated_token_weights(*of, cap=high)
+        case ImportanceCorrection.TRUNCATE_SEQUENCE:
+            return truncated_sequence_weights(rows, *of, cap=high), None
+        case ImportanceCorrection.MASK_TOKEN:
+            return ones, within_band(*of, lowest=low, highest=high)
+        case ImportanceCorrection.REJECT_SEQUENCE:
+            return sequences_within_band(rows, *of, lowest=low, highest=high), None
 
 
 def _constant(value: str, rows: int) -> pa.Array:

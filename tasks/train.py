@@ -20,11 +20,12 @@ def train(at: At, rollouts: Committed, experience: Committed) -> Committed:
     `checkpoint.every` iterations and after the last one of the run.
     """
     config = at.config
+    read = ADVANTAGES_READ | {"gamma"} if config.train.time_weight else ADVANTAGES_READ
     section = {
         "train": config.train.model_dump(mode="json"),
         "models": config.models.model_dump(mode="json"),
         "temperature": config.rollout.temperature,
-        "advantages": config.advantages.model_dump(mode="json", include=ADVANTAGES_READ),
+        "advantages": config.advantages.model_dump(mode="json", include=read),
         "outcome": config.outcome.model_dump(mode="json", include={"clip", "clip_at"}),
     }
     update = run_stage(

@@ -43,11 +43,14 @@ from tasks.models.weights import tensors_digest
 from tasks.ppo.kl import KlEstimator, reference_kl_loss
 from tasks.ppo.losses import PolicyLoss, loss_denominator, reduce_loss, value_loss
 from tasks.ppo.metrics import approx_kl, explained_variance, masked_mean, ratio_metrics, ref_kl
-from tasks.ppo.objectives import policy_loss
+from tasks.ppo.objectives import policy_loss, time_weights
 from tasks.ppo.whitening import moments, whiten
 from tasks.progress import report
 
 APPROX_KL = KlEstimator.K3
+
+POLICY_LOSSES = {"policy_loss": 1, "kl_loss": 1, "entropy_bonus": -1, "sampled_entropy_bonus": -1}
+"""The parts of the actor's loss that `updates` has, each with its sign."""
 
 
 def _no_rows(table: Table) -> dict[str, list[Any]]:
@@ -71,7 +74,7 @@ class Update:
 class _Experience:
     """The columns of `experience` that the losses read, one array a row, in the order of the rollouts.
 
-    `old_value` and `returns` are there for a critic alone.
+    `old_value` and `returns` are there for a critic alone, `token_weight` where tokens have weights of their own.
     """
 
     action_mask: list[np.ndarray]
@@ -82,11 +85,13 @@ class _Experience:
     importance_weight: list[float]
     old_value: list[np.ndarray] = field(default_factory=list)
     returns: list[np.ndarray] = field(default_factory=list)
+    token_weight: list[np.ndarray] = field(default_factory=list)
 
     @classmethod
     def from_table(cls, experience: pa.Table, has_critic: bool) -> "_Experience":
         names = ["action_mask", "value_mask", "old_logp", "sampled_kl", "advantage"]
         names += ["old_value", "returns"] if has_critic else []
+        names += ["token_weight"] if experience.num_rows and not experience["token_weight"].null_count else []
         columns = {name: ragged(experience, name) for name in names}
         return cls(**columns, importance_weight=experience.column("importance_weight").to_pylist())
 
@@ -248,6 +253,7 @@ class Learner:
                 own = data.whitened(rows) if config.advantages.whiten == "minibatch" else data
                 seen = self._accumulate(sequences, own, micros, config, critic_only)
                 row |= _metrics(seen, own, rows, train)
+                row["time_discount"] = config.advantages.gamma if train.time_weight else None
                 row["kl_penalty_coef"] = self.carried.penalty_coef_under(train)
                 row |= self._apply(seen, row["approx_kl"], train, critic_only)
                 result.applied += row["applied"]
@@ -304,11 +310,7 @@ class Learner:
             new_logp, entropy = self._actor_engine(micro.input_ids_BL, micro.score_at_N, micro.targets_N)
             if new_logp.isfinite().all():
                 policy, losses = self._policy_losses(micro, new_logp, entropy, action_mask, minibatch)
-                loss = losses["policy_loss"]
-                if "kl_loss" in losses:
-                    loss = loss + losses["kl_loss"]
-                if "entropy_bonus" in losses:
-                    loss = loss - losses["entropy_bonus"]
+                loss = torch.stack([POLICY_LOSSES[name] * part for name, part in losses.items()]).sum()
                 ratio, clipped = policy.ratio[micro.mask_BT], policy.clipped[micro.mask_BT]
             else:
                 loss, ratio, clipped = _poisoned(new_logp)
@@ -331,7 +333,8 @@ class Learner:
     ) -> tuple[PolicyLoss, dict[str, Tensor]]:
         """The objective by token, and the micro-batch's part of every loss of the policy.
 
-        The weights that correct for the engine belong to the objective: its advantages are what the engine sampled.
+        The weights that correct for the engine, and those of time, belong to the objective: its advantages are what the
+        engine sampled.
         """
         data, settings, train = minibatch.data, minibatch.config.advantages, minibatch.config.train
 
@@ -341,6 +344,10 @@ class Learner:
         names = ("old_logp", "advantage", "sampled_kl")
         old_logp, advantage, sampled_kl = (micro.padded(data.tokens(n, micro.rows)) for n in names)
         weight = torch.tensor([data.importance_weight[i] for i in micro.rows], device=mask.device)[:, None]
+        if data.token_weight:
+            weight = weight * micro.padded(data.tokens("token_weight", micro.rows))
+        if train.time_weight:
+            weight = weight * time_weights(mask, settings.gamma).float()
         new = micro.padded(new_logp)
         penalty_coef = self.carried.penalty_coef_under(train)
         policy = policy_loss(new, old_logp, advantage, mask, train, penalty_coef=penalty_coef)
@@ -350,6 +357,8 @@ class Learner:
             losses["kl_loss"] = self.carried.kl_coef_under(settings) * reduced(kl)
         if train.entropy_coef:
             losses["entropy_bonus"] = train.entropy_coef * reduced(micro.padded(entropy))
+        if train.sampled_entropy_coef:
+            losses["sampled_entropy_bonus"] = train.sampled_entropy_coef * reduced(-new)
         return policy, losses
 
     def _critic_backward(self, micro: Batch, value_mask: Tensor, minibatch: _Minibatch, last: bool) -> _SeenCritic:
@@ -525,8 +534,9 @@ def _metrics(seen: list[_Seen], data: _Experience, rows: list[int], train: Train
         "tokens": int(action.sum()),
         "objective": train.objective,
         "ratio_level": train.ratio,
-        **{name: _total([s.losses.get(name) for s in seen]) for name in ("policy_loss", "kl_loss", "entropy_bonus")},
+        **{name: _total([s.losses.get(name) for s in seen]) for name in POLICY_LOSSES},
         "entropy": masked_mean(entropy, acted),
+        "sampled_entropy": masked_mean(-new_logp, acted),
         **vars(ratio_metrics(ratio, acted, clip_low=clip_low, clip_high=clip_high)),
         "clip_fraction": masked_mean(clipped, acted),
         "approx_kl": approx_kl(new_logp, old_logp, acted, APPROX_KL),

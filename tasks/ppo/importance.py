@@ -77,6 +77,14 @@ def truncated_sequence_weights(
     return rows.sum(log_ratio(learner_logp, behavior_logp, mask)).exp().clamp(max=cap)
 
 
+def sequences_within_band(
+    rows: Rows, learner_logp: Tensor, behavior_logp: Tensor, mask: Tensor, *, lowest: float, highest: float
+) -> Tensor:
+    """Rows whose product of ratios lies in [lowest, highest], [N] -> [B]: the others are rejected as wholes."""
+    ratio = rows.sum(log_ratio(learner_logp, behavior_logp, mask)).exp()
+    return (ratio >= lowest) & (ratio <= highest)
+
+
 def within_band(learner_logp: Tensor, behavior_logp: Tensor, mask: Tensor, *, lowest: float, highest: float) -> Tensor:
     """Valid tokens whose ratio lies in [lowest, highest]: the mask that leaves the others out of the loss."""
     ratio = log_ratio(learner_logp, behavior_logp, mask).exp()

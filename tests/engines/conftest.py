@@ -46,6 +46,7 @@ def training_data():
                 advantage=noise[0],
                 returns=[v + n for v, n in zip(old_value, noise[1], strict=True)],
                 importance_weight=[1.0] * rows,
+                token_weight=[None] * rows,
                 outcome_raw=[None] * rows,
                 kl_sum=[0.0] * rows,
                 dropped=["stale" if d else None for d in dropped],

@@ -195,12 +195,55 @@ def test_the_entropy_bonus_has_the_gradient_of_the_exact_entropy(
     assert updates["actor_grad_norm"][0] == pytest.approx(norm, rel=1e-5)
 
 
+def test_the_sampled_entropy_is_told_from_the_exact_one(open_learner, training_data, make_config):
+    config = make_config(train={"minibatch_size": 10, "micro_batch_size": 3, "sampled_entropy_coef": 0.3})
+    learner = open_learner(config)
+    data = training_data(learner, config)
+    experience = moved(data)
+    bonus, _ = written_out(learner, data, experience, lambda log_p, logp, *row: -0.3 * logp)
+    objective = OBJECTIVES["clip"][1]
+    _, norm = written_out(
+        learner, data, experience, lambda log_p, logp, *row: objective(log_p, logp, *row) + 0.3 * logp
+    )
+    updates = learner.update(data.rollouts, experience, config, 0).updates
+    assert updates["sampled_entropy_bonus"][0] == pytest.approx(bonus, rel=1e-5)
+    assert updates["sampled_entropy"][0] == pytest.approx(bonus / 0.3, rel=1e-5)
+    assert updates["entropy_bonus"] == [None]
+    assert updates["actor_grad_norm"][0] == pytest.approx(norm, rel=1e-5)
+
+
+def test_weights_of_tokens_samples_and_time_multiply_the_policy_loss_alone(open_learner, training_data, make_config):
+    """Advantages of 1 and ratios of 1: the loss of a token is minus its weights."""
+    config = make_config(
+        advantages={"gamma": 0.9},
+        train={"minibatch_size": 10, "micro_batch_size": 3, "time_weight": True, "entropy_coef": 0.1},
+    )
+    learner = open_learner(config)
+    data = training_data(learner, config)
+    same = data.experience["old_logp"].to_pylist()
+    of_samples = [0.5 if i % 2 else 1.0 for i in range(10)]
+    of_tokens = [[0.25 if t % 2 else 1.0 for t in range(len(row))] for row in same]
+    experience = moved(
+        data,
+        old_logp=same,
+        advantage=[[1.0] * len(row) for row in same],
+        importance_weight=of_samples,
+        token_weight=of_tokens,
+    )
+    products = [s * w * 0.9**t for s, row in zip(of_samples, of_tokens, strict=True) for t, w in enumerate(row)]
+    updates = learner.update(data.rollouts, experience, config, 0).updates
+    assert updates["policy_loss"] == pytest.approx([-np.mean(products)], rel=1e-5)
+    assert updates["entropy_bonus"] == pytest.approx([0.1 * updates["entropy"][0]], rel=1e-5)
+    assert updates["time_discount"] == pytest.approx([0.9])
+
+
 def test_losses_that_are_not_asked_for_are_absent(open_learner, training_data, make_config):
     config = make_config()
     learner = open_learner(config)
     data = training_data(learner, config)
     updates = learner.update(data.rollouts, data.experience, config, 0).updates
-    assert updates["kl_loss"] == updates["entropy_bonus"] == [None] * 3
+    for name in ("kl_loss", "entropy_bonus", "sampled_entropy_bonus", "time_discount"):
+        assert updates[name] == [None] * 3
 
 
 def test_the_penalty_follows_how_far_all_steps_together_moved_the_policy(

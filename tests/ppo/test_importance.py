@@ -6,7 +6,13 @@ from dataclasses import astuple
 import pytest
 import torch
 
-from tasks.ppo.importance import engine_gap, truncated_sequence_weights, truncated_token_weights, within_band
+from tasks.ppo.importance import (
+    engine_gap,
+    sequences_within_band,
+    truncated_sequence_weights,
+    truncated_token_weights,
+    within_band,
+)
 from tasks.ppo.ragged import Rows
 
 MASK = torch.tensor([[True, True, False], [True, False, False]])
@@ -48,3 +54,9 @@ def test_weights_are_truncated_by_token_or_by_sequence():
 def test_tokens_outside_the_band_leave_the_loss():
     kept = within_band(LEARNER, ENGINE, MASK, lowest=0.4, highest=2.0)
     assert kept.tolist() == [[False, True, False], [True, False, False]]
+
+
+def test_responses_whose_product_of_ratios_lies_outside_the_band_are_rejected():
+    flat = (Rows(torch.tensor([3, 3])), LEARNER.flatten(), ENGINE.flatten(), MASK.flatten())  # products 1.5 and 1
+    assert sequences_within_band(*flat, lowest=0.5, highest=1.4).tolist() == [False, True]
+    assert sequences_within_band(*flat, lowest=1.2, highest=2.0).tolist() == [True, False]

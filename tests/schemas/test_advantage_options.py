@@ -69,6 +69,13 @@ ADAPTIVE = {"kl_controller": "proportional", "kl_target": 6, "kl_horizon": 10000
         ),
         ({"advantages": {"old_logp": "engine", "importance_cap": 2}}, "leaves out.*advantages.importance_cap"),
         ({"advantages": {"old_logp": "engine", "max_engine_gap": 2}}, "leaves out.*advantages.max_engine_gap"),
+        ({"advantages": {"importance_cap": [0.5, 2]}}, "truncate_sequence.*truncates.*one number"),
+        *(
+            ({"advantages": {"importance_correction": c, "importance_cap": wrong}}, rf"{c}.*band.*\[low, high\]")
+            for c in ("mask_token", "reject_sequence")
+            for wrong in (2.0, [1.1, 2], [0.5, 1])
+        ),
+        ({"advantages": {"importance_correction": "mask_token"}}, "importance_correction.*importance_cap is not set"),
         # S10
         ({"outcome": {"missing_eos_penalty": 1}}, "missing_eos_mode.*subtract.*replace"),
         ({"outcome": {"missing_eos_mode": "replace"}}, "needs outcome.missing_eos_penalty"),

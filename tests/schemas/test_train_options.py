@@ -42,6 +42,19 @@ PENALTY = {"objective": "kl_penalty", "kl_penalty_coef": 1, "kl_penalty_range": 
         ({"advantages": {"kl_in": "loss"}}, 'kl_in = "loss".*k2.*k3.*k1 is 0 on average'),
         ({"train": {"entropy_coef": -0.1}}, "train.entropy_coef.*greater than or equal to 0"),
         (
+            {"train": {"entropy_coef": 0.1, "sampled_entropy_coef": 0.1}},
+            "entropy_coef.*sampled_entropy_coef.*one of them to 0",
+        ),
+        ({"train": {"time_weight": True}}, "time_weight.*gamma = 1.*gamma below 1"),
+        (
+            {
+                "train": {"time_weight": True},
+                "advantages": {"estimator": "rloo"},
+                "rollout": {"samples_per_prompt": 2},
+            },
+            'time_weight.*"rloo" does not.*"reinforce"',
+        ),
+        (
             {"advantages": {"estimator": "reinforce"}, "train": {"critic_warmup_iterations": 1}},
             "train.critic_warmup_iterations.*no critic",
         ),

@@ -174,6 +174,7 @@ def _write_iteration(at: At) -> None:
         return Result(len(samples))
 
     def write_updates(staging: Any) -> Result:
+        train, before = at.config.train, Carried.into(at)
         numbers = [c.name for c in TABLES["updates"].columns if c.type == pa.float32()]
         columns: dict[str, Any] = {name: [0.25] * 4 for name in numbers}
         kept_ids = staging.read("experience").filter(pc.field("dropped").is_null())["sample_id"].to_pylist()
@@ -190,20 +191,23 @@ def _write_iteration(at: At) -> None:
             "ratio_min": [1.0, 0.9, 0.9, 0.8],
             "ratio_max": [1.0, 1.1, 1.1, 1.2],
             "approx_kl_estimator": ["k3"] * 4,
-            "objective": ["clip"] * 4,
-            "ratio_level": ["token"] * 4,
+            "objective": [train.objective] * 4,
+            "ratio_level": [train.ratio] * 4,
+            "time_discount": [at.config.advantages.gamma if train.time_weight else None] * 4,
+            "kl_penalty_coef": [before.penalty_coef] * 4,
             "skipped": [False] * 4,
             "stopped_early": [False] * 4,
         }
         staging.write("updates", columns)
         trained = staging.read("experience")
         kept = trained["dropped"].null_count
-        before = Carried.into(at)
-        after = before.after(trained, at.config)
+        moved = None if before.penalty_coef is None else 0.05
+        after = before.after(trained, at.config, moved)
         settings = at.config.advantages
         kl = {"target": settings.kl_target, "observed": observed_kl(trained, settings)}
         kl |= {"coef_before": before.kl_coef, "coef_after": after.kl_coef}
-        facts = {"actor_digest": f"w{version + 1}", "kl": kl, "carried": after.facts()}
+        penalty = {"observed": moved, "coef_before": before.penalty_coef, "coef_after": after.penalty_coef}
+        facts = {"actor_digest": f"w{version + 1}", "kl": kl, "kl_penalty": penalty, "carried": after.facts()}
         return Result(kept, {"left out": len(trained) - kept}, policy_version=version + 1, facts=facts)
 
     def write_policies(staging: Any) -> Result:

@@ -176,7 +176,7 @@ def a_tenth_more_advantage(row: dict[str, Any]) -> None:
 
 
 def dropped_as(reason: str) -> Callable[[dict[str, Any]], None]:
-    return lambda row: row.update(dropped=reason)
+    return lambda row: row.update(dropped=reason, importance_weight=0.0)
 
 
 def trained_without(prompt: int, k: int) -> Callable[[Path], None]:
@@ -249,7 +249,7 @@ FAULTS: list[tuple[str, Callable[[Path], None]]] = [
     ("finite_values", set_in("forwards", "bootstrap_value", NAN, prompt=0, k=1)),
     ("row_sums", set_in("experience", "reward_sum", lambda x: x + 0.01)),
     ("row_sums", set_in("experience", "kl_sum", lambda x: x - 0.01)),
-    ("logp_range", set_in("rollouts", "behavior_logp", put(0, 0.001))),
+    ("logp_range importance_weights", set_in("rollouts", "behavior_logp", put(0, 0.001))),
     ("logp_range", set_in("forwards", "ref_logp", put(2, 0.001), prompt=2)),  # no action: in no KL
     ("vocabulary", set_in("rollouts", "response_token_ids", put(0, 300))),
     ("vocabulary", set_in("rollouts", "response_token_ids", put(0, -1))),
@@ -314,6 +314,13 @@ FAULTS: list[tuple[str, Callable[[Path], None]]] = [
     ("samples_trained", lambda lake: plant(lake, "updates", twice_in_an_epoch)),
     ("samples_trained", experience(dropped_as("stale"))),
     ("first_step_ratio", row_of("updates", 0, ratio_max=1.01)),
+    ("objective", row_of("updates", 2, objective="reinforce")),
+    ("objective", row_of("updates", 2, ratio_level="sequence")),
+    ("objective", row_of("updates", 2, time_discount=0.9)),
+    ("objective", row_of("updates", 2, kl_penalty_coef=0.1)),
+    ("importance_weights", set_in("experience", "engine_log_ratio", lambda x: x + 0.01)),
+    ("importance_weights", set_in("experience", "importance_weight", 0.99)),
+    ("importance_weights", set_in("experience", "importance_correction", "mask_token")),
     ("texts", set_in("rollouts", "text", lambda text: text + "!")),
     ("retokenisation", lambda lake: plant(lake, "rollouts", a_token_that_is_encoded_as_others)),
     ("weights_lineage", set_in("forwards", "learner_digest", "w0")),
@@ -341,7 +348,7 @@ def test_a_planted_fault_is_found_and_nothing_else(
 
 
 def test_every_audit_has_a_planted_fault() -> None:
-    found_here = {name for expected, _ in FAULTS for name in expected.split()} | {"process_rewards"}
+    found_here = {name for expected, _ in FAULTS for name in expected.split()} | {"process_rewards", "kl_penalty"}
     assert found_here == {each.name for each in catalogue()}
 
 
@@ -509,6 +516,8 @@ def test_other_runs_of_the_lake_are_audited_on_demand(valid_lake: Path) -> None:
     assert found(valid_lake) == {"finite_values"}
 
 
+PENALTY = {"objective": "kl_penalty", "kl_penalty_coef": 0.5, "kl_penalty_range": [0.003, 0.03]}
+
 VARIANTS: list[dict[str, Any]] = [
     {"advantages": {"estimator": "reinforce", "lam": None}},
     {"advantages": {"estimator": "reinforce_pp", "lam": None}},
@@ -521,6 +530,16 @@ VARIANTS: list[dict[str, Any]] = [
     {"advantages": {"kl_estimator": "k2"}},
     {"advantages": {"kl_estimator": "k3", "whiten": "none"}},
     {"advantages": {"old_logp": "engine"}},
+    *(
+        {"advantages": {"importance_correction": c, "importance_cap": 1.5}}
+        for c in ("truncate_token", "truncate_sequence")
+    ),
+    *(
+        {"advantages": {"importance_correction": c, "importance_cap": [0.3, 3.0], "max_staleness": 1}}
+        for c in ("mask_token", "reject_sequence")
+    ),
+    {"train": {"time_weight": True}},
+    {"train": PENALTY},
     {"advantages": {"kl_controller": "proportional", "kl_target": 0.5, "kl_horizon": 20}},
     {"advantages": {"kl_controller": "doubling", "kl_target": 0.01, "kl_reduction": "token_mean"}},
     {"outcome": {"normalize": "batch", "clip": 0.8, "length_penalty": 0.01, "overlong_margin": 3}},
@@ -576,6 +595,31 @@ def test_old_logp_of_the_engine_is_held_against_the_engine(
     write_lake(tmp_path, advantages={"old_logp": "engine"})
     fault(tmp_path)
     assert found(tmp_path) == {expected}
+
+
+@pytest.mark.parametrize(
+    ("correction", "cap"),
+    [("truncate_token", 1.5), ("truncate_sequence", 1.5), ("mask_token", [0.3, 3]), ("reject_sequence", [0.3, 3])],
+)
+def test_a_weight_that_its_correction_does_not_give_is_found(correction: str, cap: Any, tmp_path: Path) -> None:
+    write_lake(tmp_path, advantages={"importance_correction": correction, "importance_cap": cap})
+    column = "token_weight" if correction.endswith("token") else "importance_weight"
+    set_in("experience", column, lambda x: put(1, 0.4)(x) if isinstance(x, list) else 0.4)(tmp_path)
+    assert found(tmp_path) == {"importance_weights"}
+
+
+@pytest.mark.parametrize(
+    "fault", [train_fact("kl_penalty", 0, coef_after=0.5), row_of("updates", 1, kl_penalty_coef=2.0)]
+)
+def test_a_penalty_that_does_not_follow_from_the_kl_before_is_found(
+    fault: Callable[[Path], None], tmp_path: Path
+) -> None:
+    write_lake(tmp_path, train=PENALTY)
+    with connect(tmp_path) as connection:
+        curve = "SELECT kl_penalty_coef, kl_penalty_observed, kl_penalty_coef_next FROM iterations ORDER BY iteration"
+        assert connection.execute(curve).fetchall() == [(0.5, 0.05, 1.0), (1.0, 0.05, 2.0)]
+    fault(tmp_path)
+    assert found(tmp_path) == {"kl_penalty"}
 
 
 def test_a_coefficient_that_jumped_between_iterations_is_found(tmp_path: Path) -> None:

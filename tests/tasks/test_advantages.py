@@ -250,6 +250,34 @@ def test_importance_weights_of_samples_are_truncated(run_advantages):
     assert weights == pytest.approx([np.exp(-0.5), 2.0, 1.0, 0.0])
 
 
+@pytest.mark.parametrize(
+    ("correction", "cap", "of_samples", "of_tokens"),
+    [
+        ("truncate_token", 2.0, [1.0, 1.0, 0.0], [[1.0, 0.5, 0.0], [2.0, 0.25], [0.0]]),
+        ("truncate_sequence", 2.0, [0.5, 1.0, 0.0], None),
+        ("mask_token", [0.4, 2.0], [1.0, 1.0, 0.0], [[1.0, 1.0, 0.0], [0.0, 0.0], [0.0]]),
+        ("reject_sequence", [0.6, 2.0], [0.0, 1.0, 0.0], None),
+    ],
+)
+def test_each_correction_weighs_tokens_or_samples_by_the_learners_ratio(
+    run_advantages, correction, cap, of_samples, of_tokens
+):
+    """Ratios 1, 1/2 and a tool's; 4 and 1/4, whose product is 1; and a sample that is dropped."""
+    half, four = np.log(0.5), np.log(4.0)
+    samples = [
+        row("s-a", [-3.0, -3.0, -3.0], behavior_logp=[-3.0, -3.0 - half, -9.0], action_mask=[True, True, False]),
+        row("s-b", [-3.0, -3.0], behavior_logp=[-3.0 - four, -3.0 + four]),
+        row("s-failed", [-1.0], rewards=[("r", None, "error")]),
+    ]
+    _, rows = run_advantages(samples, importance_correction=correction, importance_cap=cap)
+    found = [rows[s["sample_id"]] for s in samples]
+    assert [r["importance_weight"] for r in found] == pytest.approx(of_samples)
+    assert [r["importance_correction"] for r in found] == [correction] * 3
+    assert [r["engine_log_ratio"] for r in found] == pytest.approx([half, 0.0, 0.0], abs=1e-6)  # before any truncation
+    weights = [r["token_weight"] for r in found]
+    assert weights == ([None] * 3 if of_tokens is None else [pytest.approx(w) for w in of_tokens])
+
+
 def test_s13_whitening_is_global_over_valid_tokens_whatever_the_blocks(run_advantages, monkeypatch):
     def sample(name: str, rewards: list[float]) -> dict[str, Any]:
         # gamma 0: the advantage of a token is its reward; here the reward is -kl of the token

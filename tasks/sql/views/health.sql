@@ -24,6 +24,31 @@ of_tokens AS (
     WHERE action
     GROUP BY ALL
 ),
+gaps AS (
+    -- Before any truncation: the learner's log-prob minus the engine's, and the share of the effective sample (Kong 1992).
+    SELECT
+        run_id,
+        iteration,
+        avg(abs(gap)) AS engine_gap_mean,
+        quantile_cont(abs(gap), [0.5, 0.99, 0.999]) AS q,
+        max(abs(gap)) AS engine_gap_max,
+        sum(exp(greatest(least(gap, 20), -20))) ** 2
+            / sum(exp(greatest(least(gap, 20), -20)) ** 2) / count(*) AS effective_sample_size,
+        avg((weight = 0)::INTEGER) AS weightless_fraction,
+    FROM (
+        SELECT
+            e.run_id,
+            e.iteration,
+            unnest(e.old_logp)::DOUBLE - unnest(r.behavior_logp)::DOUBLE AS gap,
+            e.importance_weight * coalesce(unnest(e.token_weight), 1) AS weight,
+            unnest(e.action_mask) AS action,
+        FROM experience AS e
+        JOIN (SELECT run_id, iteration, sample_id, behavior_logp FROM rollouts) AS r USING (run_id, iteration, sample_id)
+        WHERE e.dropped IS NULL AND e.old_logp_source = 'learner'
+    )
+    WHERE action
+    GROUP BY ALL
+),
 of_ratios AS (
     SELECT run_id, iteration,
         quantile_cont(ratio, [0.001, 0.01, 0.5, 0.99, 0.999]) AS q,
@@ -66,6 +91,13 @@ SELECT
     t.advantage_std, -- its population standard deviation
     t.return_mean, -- over the tokens trained on; null without a critic
     t.return_std, -- its population standard deviation
+    g.engine_gap_mean, -- [nats] mean |learner - engine| log-prob over the tokens trained on; null where old_logp is the engine's
+    g.q[1] AS engine_gap_p50, -- [nats] its median
+    g.q[2] AS engine_gap_p99, -- [nats] its quantile 0.99
+    g.q[3] AS engine_gap_p999, -- [nats] its quantile 0.999
+    g.engine_gap_max, -- [nats] the largest
+    g.effective_sample_size, -- (sum w)^2 / sum w^2 of the ratios learner / engine, as a share of the tokens
+    g.weightless_fraction, -- share of those tokens that importance_correction leaves no weight
     i.entropy, -- [nats] mean entropy over the optimizer steps, weighted by tokens
     i.approx_kl, -- [nats] approximate KL(old || new) before the last step taken
     i.ratio_min, -- smallest ratio of the iteration
@@ -84,6 +116,7 @@ SELECT
     r.repeated_4gram_fraction, -- share of runs of four ids that occurred before in the same response
 FROM iterations AS i
 LEFT JOIN of_tokens AS t USING (run_id, iteration)
+LEFT JOIN gaps AS g USING (run_id, iteration)
 LEFT JOIN of_ratios AS q USING (run_id, iteration)
 LEFT JOIN of_responses AS r USING (run_id, iteration)
 ORDER BY run_id, iteration

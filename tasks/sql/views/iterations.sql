@@ -15,6 +15,9 @@ SELECT
     s.kl_target, -- [nats] KL that the controller of beta steers for; null where beta is fixed
     s.kl_observed, -- [nats] mean k1 of the samples trained on, a token or a response as advantages.kl_reduction says
     s.kl_coef_next, -- beta of the next iteration
+    s.kl_penalty_coef, -- weight of KL(old || new) in the objective kl_penalty; null under others
+    s.kl_penalty_observed, -- [nats] KL(old || new) a token that all steps together made
+    s.kl_penalty_coef_next, -- the weight of the next iteration
     v.heldout_score, -- mean weighted score of the policy on held-out prompts
     v.heldout_reference_score, -- the same for the reference policy
     u.entropy, -- [nats] mean entropy over the optimizer steps, weighted by tokens
@@ -63,6 +66,9 @@ FROM (
         max(facts ->> '$.kl.target') FILTER (stage = 'train')::DOUBLE AS kl_target,
         max(facts ->> '$.kl.observed') FILTER (stage = 'train')::DOUBLE AS kl_observed,
         max(facts ->> '$.kl.coef_after') FILTER (stage = 'train')::DOUBLE AS kl_coef_next,
+        max(facts ->> '$.kl_penalty.coef_before') FILTER (stage = 'train')::DOUBLE AS kl_penalty_coef,
+        max(facts ->> '$.kl_penalty.observed') FILTER (stage = 'train')::DOUBLE AS kl_penalty_observed,
+        max(facts ->> '$.kl_penalty.coef_after') FILTER (stage = 'train')::DOUBLE AS kl_penalty_coef_next,
         sum(seconds) AS seconds,
         max(seconds) FILTER (stage = 'sample_prompts') AS seconds_sample_prompts,
         max(seconds) FILTER (stage = 'rollout') AS seconds_rollout,

@@ -1,0 +1,21 @@
+-- severity: error
+-- why: a step minimises what [train] names; its losses can't be read without knowing which
+-- remedy: compare the train section with stages.key_parts; rerun from the train stage
+SELECT run_id, iteration, format('step {}', step) AS subject,
+    format('objective {} with the ratio of each {}, time discount {}, penalty {}; [train] says {}, {}, {}, and a penalty '
+        || 'for kl_penalty alone', objective, ratio_level, time_discount, kl_penalty_coef, expected, level, discount) AS detail
+FROM updates
+JOIN (
+    SELECT run_id, iteration,
+        max(value) FILTER (key = 'train.objective') AS expected,
+        max(value) FILTER (key = 'train.ratio') AS level,
+        if(max(value) FILTER (key = 'train.time_weight') = 'true',
+            max(value) FILTER (key = 'advantages.gamma')::DOUBLE, NULL) AS discount,
+    FROM configs
+    GROUP BY ALL
+) USING (run_id, iteration)
+WHERE objective <> expected
+    OR ratio_level <> level
+    OR (time_discount IS NULL) <> (discount IS NULL)
+    OR differs(time_discount, discount, discount)
+    OR (kl_penalty_coef IS NULL) <> (expected <> 'kl_penalty')
