@@ -71,8 +71,12 @@ def prepare(lake: Path, config: Config, *, change_config: bool = False) -> Run:
 
 def digests(config: Config) -> dict[str, str]:
     """Content digests of every model and prompt pool that a configuration names."""
-    models = {"models.policy": config.models.policy}
-    models |= {f"models.{name}": path for name in ("reference", "critic") if (path := getattr(config.models, name))}
+    named = {
+        "policy": config.models.policy,
+        "reference": config.models.reference,
+        "critic": config.models.critic_folder,
+    }
+    models = {f"models.{name}": path for name, path in named.items() if path}
     models |= {f"rewards.{name}": folder for source in config.rewards for name, folder in source.folders.items()}
     pools = {"prompts.source": config.prompts.source}
     pools |= {"evaluate.source": config.evaluate.source} if config.evaluate.source else {}

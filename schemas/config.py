@@ -43,16 +43,27 @@ class RunSection(Section):
 
 
 class ModelsSection(Section):
-    """Where the models come from (folders in Hugging Face layout), and how they compute."""
+    """Where the models come from (folders in Hugging Face layout), how they compute, and what of them trains."""
 
     policy: str = Field(description="the initial policy")
     reference: str | None = Field(None, description="the reference policy; the initial policy if not given")
     critic: str | None = Field(
-        None, description="a sequence classifier to start the critic from; else the policy's backbone and a fresh head"
+        None,
+        description="a sequence classifier to start the critic from; else the policy's backbone and a fresh head: a "
+        'copy of it, or with "shared" the very backbone that the policy trains',
     )
     compute_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="dtype of matrix products in learner and forwards; weights stay float32"
     )
+
+    @property
+    def shares_backbone(self) -> bool:
+        return self.critic == "shared"
+
+    @property
+    def critic_folder(self) -> str | None:
+        """Where the critic starts from; None where that is the policy."""
+        return None if self.shares_backbone else self.critic
 
 
 class PromptsSection(Section):
@@ -418,6 +429,9 @@ class TrainSection(Section):
         "discounted objective does",
     )
     value_clip: PositiveFloat | None = Field(0.2, description="range of the value clipping; unset for none")
+    value_coef: PositiveFloat = Field(
+        0.1, description='models.critic = "shared": weight of the value loss beside the policy\'s'
+    )
     target_kl: PositiveFloat | None = Field(None, description="stop the iteration's updates above this approximate KL")
     loss_reduction: Literal["token", "sequence"] = "token"
     zero_stage: Literal[0, 1, 2, 3] = Field(0, description="DeepSpeed ZeRO stage")
@@ -616,9 +630,15 @@ def _given_in_vain(config: Config) -> list[str]:
     unread: dict[str, str] = {}
     estimator = f'advantages.estimator = "{advantages.estimator}"'
     if not advantages.estimator.has_critic:
-        keys = ("critic_lr", "critic_grad_clip", "critic_warmup_iterations", "value_clip")
-        unread |= dict.fromkeys(("models.critic", *(f"train.{key}" for key in keys)), f"{estimator} has no critic")
+        keys = ("critic_lr", "critic_grad_clip", "critic_warmup_iterations", "value_clip", "value_coef")
+        of_critic = ("models.critic", *(f"train.{key}" for key in keys))
+        unread |= dict.fromkeys(of_critic, f"{estimator} has no critic")
         unread["advantages.lam"] = f"{estimator} is not GAE"
+    elif config.models.shares_backbone:
+        why = 'models.critic = "shared" has one optimizer, with train.actor_lr, actor_grad_clip and value_coef'
+        unread |= dict.fromkeys((f"train.critic_{key}" for key in ("lr", "grad_clip", "warmup_iterations")), why)
+    else:
+        unread["train.value_coef"] = 'models.critic is not "shared", so the critic has a learning rate of its own'
     if advantages.estimator.has_baseline:
         unread["advantages.gamma"] = f"{estimator} gives all tokens of a response the same advantage"
     if advantages.kl_controller == "fixed":

@@ -233,13 +233,15 @@ def _run_forwards(rollouts: pa.Table, dropped: list[bool], staging: Staging, hel
     sequences = Sequences.from_table(rollouts)
     layout = score_layout(sequences, dropped, staging.config, staging.at.iteration)
     settings = staging.config.advantages
+    recomputed, has_critic = settings.old_logp == "learner", settings.estimator.has_critic
     learner_logp = value = bootstrap_value = None
-    if settings.old_logp == "learner":
+    if recomputed and has_critic:
+        learner_logp, value, bootstrap_value = held.learner(staging.version).logp_and_values(sequences, layout)
+    elif recomputed:
         learner_logp = held.learner(staging.version).logp(sequences, layout)
-    report(StageName.SCORE, rollouts.num_rows // 3, rollouts.num_rows, "learner")
-    if settings.estimator.has_critic:
+    elif has_critic:
         value, bootstrap_value = held.learner(staging.version).values(sequences, layout)
-    report(StageName.SCORE, 2 * rollouts.num_rows // 3, rollouts.num_rows, "critic")
+    report(StageName.SCORE, 2 * rollouts.num_rows // 3, rollouts.num_rows, "learner")
     ref_logp = held.reference().logp(sequences, layout)
     report(StageName.SCORE, rollouts.num_rows, rollouts.num_rows, "reference")
     return _Forwards(learner_logp, ref_logp, value, bootstrap_value)

@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,22 +23,9 @@ from tasks.carried import Carried
 from tasks.engines.zero import ZeroEngine
 from tasks.lake.storage import LakeError
 from tasks.models import state
-from tasks.models.loading import (
-    Critic,
-    Policy,
-    autocast,
-    compute_dtype,
-    device,
-    head_digest,
-    initial_critic,
-    linear_head,
-    load_backbone,
-    load_causal_lm,
-    policy_logp,
-    vocab_size,
-)
-from tasks.models.samples import resolve
+from tasks.models.loading import ActorCritic, Critic, Policy, autocast, device, policy_logp
 from tasks.models.sequences import Batch, RowIndices, Sequences, batch, layout, micro_batches, ragged
+from tasks.models.trained import open_critic, open_policy
 from tasks.models.weights import tensors_digest
 from tasks.ppo.kl import KlEstimator, reference_kl_loss
 from tasks.ppo.losses import PolicyLoss, loss_denominator, reduce_loss, value_loss
@@ -150,8 +137,10 @@ class _SeenCritic:
 
 
 class Learner:
-    """Actor and critic of one policy version, warm; no critic where the advantage estimator has none. `update` moves it
-    to the next one.
+    """Actor and critic of one policy version, warm. `update` moves it to the next one.
+
+    `critic` is a model of its own; it is None where the advantage estimator needs none, and where the critic is a head
+    on the policy's backbone (`policy` is an ActorCritic, and one engine trains both).
 
     If `update` raises, the weights belong to no version: close the learner and restore another.
     """
@@ -182,14 +171,21 @@ class Learner:
         self._critic_engine = None if critic is None else ZeroEngine(critic, config.train, critic_steps)
         self._digests: dict[str, str] = {}
 
+    @property
+    def has_values(self) -> bool:
+        return self.critic is not None or self.shares_backbone
+
+    @property
+    def shares_backbone(self) -> bool:
+        return isinstance(self.policy, ActorCritic)
+
     @classmethod
     def initial(cls, config: Config) -> "Learner":
         """Version 0: the configured policy, and the configured critic or a fresh one."""
-        policy = Policy(load_causal_lm(resolve(config.models.policy)), config, vocab_size(config))
-        if not config.advantages.estimator.has_critic:
-            return cls(config, policy, None, value_head_digest=None, carried=Carried.initial(config))
-        critic = initial_critic(config)
-        return cls(config, policy, critic, value_head_digest=head_digest(critic), carried=Carried.initial(config))
+        policy, critic = open_policy(config), open_critic(config)
+        head = _value_head(policy, critic)
+        digest = None if head is None else tensors_digest(head.named_parameters())
+        return cls(config, policy, critic, value_head_digest=digest, carried=Carried.initial(config))
 
     # Forwards
 
@@ -201,26 +197,33 @@ class Learner:
         """
         return policy_logp(self._actor_engine, self.policy, sequences, layout)
 
-    @torch.no_grad()
     def values(self, sequences: Sequences, layout: list[RowIndices]) -> tuple[list[np.ndarray], np.ndarray]:
         """V[t] of every response token of every row (convention C1), and of each row the value after its last token.
 
-        float32, in row order. Only for a learner with a critic.
+        float32, in row order. Only for a learner with values.
         """
-        assert self.critic is not None
-        assert self._critic_engine is not None
-        values: list[np.ndarray] = [np.empty(0, np.float32)] * len(sequences)
-        after = np.zeros(len(sequences), np.float32)
-        with autocast(self.critic.dtype):
-            for rows in layout:
-                micro = batch(sequences, rows, device())
-                at = torch.cat([micro.score_at_N, micro.last_at_B])
-                value = self._critic_engine(micro.input_ids_BL, at)
-                tokens = len(micro.score_at_N)
-                after[list(rows)] = value[tokens:].cpu().numpy()
-                for row, of_row in zip(rows, micro.split(value[:tokens]), strict=True):
-                    values[row] = of_row
-        return values, after
+        if self.critic is None:
+            _, values, after = self.logp_and_values(sequences, layout)
+            return values, after
+        engine = self._critic_engine
+        assert engine is not None
+        return _values(lambda micro, at: engine(micro.input_ids_BL, at), self.critic.dtype, sequences, layout)
+
+    def logp_and_values(
+        self, sequences: Sequences, layout: list[RowIndices]
+    ) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray]:
+        """What `logp` and `values` give, from one forward where policy and critic share their backbone."""
+        if self.critic is not None:
+            return self.logp(sequences, layout), *self.values(sequences, layout)
+        logp: list[np.ndarray] = [np.empty(0, np.float32)] * len(sequences)
+
+        def forward(micro: Batch, at: Tensor) -> Tensor:
+            logp_N, _, value = self._actor_engine(micro.input_ids_BL, micro.score_at_N, micro.targets_N, at)
+            for row, of_row in zip(micro.rows, micro.split(logp_N), strict=True):
+                logp[row] = of_row
+            return value
+
+        return logp, *_values(forward, self.policy.dtype, sequences, layout)
 
     # Update
 
@@ -231,7 +234,7 @@ class Learner:
         not finite is skipped: weights and moments stay as they are. The version rises where a step was applied, be it
         to the critic alone (`train.critic_warmup_iterations`): it names the whole state.
         """
-        sequences, data, kept, sample_ids = _join(rollouts, experience, self.critic is not None)
+        sequences, data, kept, sample_ids = _join(rollouts, experience, self.has_values)
         train = config.train
         critic_only = iteration < train.critic_warmup_iterations
         result = Update(token_updates=_no_rows(token_updates.TABLE) if train.record_tokens else None)
@@ -254,6 +257,7 @@ class Learner:
                 seen = self._accumulate(sequences, own, micros, config, critic_only)
                 row |= _metrics(seen, own, rows, train)
                 row["time_discount"] = config.advantages.gamma if train.time_weight else None
+                row["value_coef"] = train.value_coef if self.shares_backbone else None
                 row["kl_penalty_coef"] = self.carried.penalty_coef_under(train)
                 row |= self._apply(seen, row["approx_kl"], train, critic_only)
                 result.applied += row["applied"]
@@ -307,7 +311,7 @@ class Learner:
     ) -> _Seen:
         """Forward and backward of one micro-batch. Losses work on padded [B, T], what is recorded on flat [N]."""
         with torch.set_grad_enabled(not minibatch.critic_only):
-            new_logp, entropy = self._actor_engine(micro.input_ids_BL, micro.score_at_N, micro.targets_N)
+            new_logp, entropy, *values = self._actor_engine(micro.input_ids_BL, micro.score_at_N, micro.targets_N)
             if new_logp.isfinite().all():
                 policy, losses = self._policy_losses(micro, new_logp, entropy, action_mask, minibatch)
                 loss = torch.stack([POLICY_LOSSES[name] * part for name, part in losses.items()]).sum()
@@ -315,9 +319,16 @@ class Learner:
             else:
                 loss, ratio, clipped = _poisoned(new_logp)
                 losses = {"policy_loss": loss}
+        critic: _SeenCritic | None = None
+        if values:
+            of_values, critic = self._value_loss(micro, values[0], value_mask, minibatch)
+            loss = loss + minibatch.config.train.value_coef * of_values
         if not minibatch.critic_only:
             self._actor_engine.backward(loss, last)
-
+        if self._critic_engine is not None:
+            value = self._critic_engine(micro.input_ids_BL, micro.score_at_N)
+            of_values, critic = self._value_loss(micro, value, value_mask, minibatch)
+            self._critic_engine.backward(of_values, last)
         return _Seen(
             micro,
             new_logp.detach(),
@@ -325,7 +336,7 @@ class Learner:
             ratio,
             clipped,
             {name: part.item() for name, part in losses.items()},
-            None if self._critic_engine is None else self._critic_backward(micro, value_mask, minibatch, last),
+            critic,
         )
 
     def _policy_losses(
@@ -361,19 +372,19 @@ class Learner:
             losses["sampled_entropy_bonus"] = train.sampled_entropy_coef * reduced(-new)
         return policy, losses
 
-    def _critic_backward(self, micro: Batch, value_mask: Tensor, minibatch: _Minibatch, last: bool) -> _SeenCritic:
-        assert self._critic_engine is not None
+    def _value_loss(
+        self, micro: Batch, value: Tensor, value_mask: Tensor, minibatch: _Minibatch
+    ) -> tuple[Tensor, _SeenCritic]:
+        """The micro-batch's part of the value loss, and what is recorded of it."""
         data, train = minibatch.data, minibatch.config.train
         old_value, returns = (micro.padded(data.tokens(n, micro.rows)) for n in ("old_value", "returns"))
-        value = self._critic_engine(micro.input_ids_BL, micro.score_at_N)
         if value.isfinite().all():
             of_value = value_loss(micro.padded(value), old_value, returns, value_mask, value_clip=train.value_clip)
             loss = reduce_loss(of_value.loss, value_mask, minibatch.values, train.loss_reduction)
             clipped = of_value.clipped[micro.mask_BT]
         else:
             loss, _, clipped = _poisoned(value)
-        self._critic_engine.backward(loss, last)
-        return _SeenCritic(value.detach(), clipped, loss.item())
+        return loss, _SeenCritic(value.detach(), clipped, loss.item())
 
     def _apply(self, seen: list[_Seen], kl: float | None, train: TrainSection, critic_only: bool) -> dict[str, Any]:
         """Steps all models that train, or none: past the target KL, or where a number is not finite."""
@@ -418,11 +429,12 @@ class Learner:
         return self._digests["actor"]
 
     def critic_digest(self) -> str | None:
-        """The digest of the critic's weights, its head included; None without a critic."""
-        if self.critic is None or self._critic_engine is None:
+        """The digest of the critic's weights, its head and a shared backbone included; None without a critic."""
+        if not self.has_values:
             return None
         if "critic" not in self._digests:
-            self._digests["critic"] = tensors_digest(self._critic_engine.named_tensors(self.critic))
+            _, engine, _ = self._parts()[-1]
+            self._digests["critic"] = tensors_digest(engine.named_tensors(self.critic or self.policy))
         return self._digests["critic"]
 
     # State on disk
@@ -430,18 +442,18 @@ class Learner:
     def save(self, folder: Path) -> None:
         """Writes all that the next update depends on; the folder appears whole or not at all."""
         with state.writing(folder) as staged:
-            for name, engine, model in self._parts():
+            parts = self._parts()
+            for name, engine, model in parts:
                 model.config.save_pretrained(staged / name)
                 _save(staged / name / "model.safetensors", engine.named_tensors(model))
                 _save(staged / f"{name}_adam.safetensors", engine.moments())
-            critic_steps = 0
-            if self.critic is not None and self._critic_engine is not None:
-                _save(staged / "critic_head.safetensors", self._critic_engine.named_tensors(self.critic.head))
-                critic_steps = self._critic_engine.steps
+            if (head := _value_head(self.policy, self.critic)) is not None:
+                _save(staged / "critic_head.safetensors", parts[-1][1].named_tensors(head))
             record = {
                 "version": self.version,
                 "actor_steps": self._actor_engine.steps,
-                "critic_steps": critic_steps,
+                "critic_steps": 0 if self._critic_engine is None else self._critic_engine.steps,
+                "shared_backbone": self.config.models.shares_backbone,
                 "value_head_digest": self.value_head_digest,
                 "carried": self.carried.facts(),
                 "actor_digest": self.actor_digest(),
@@ -453,14 +465,20 @@ class Learner:
     def load(cls, config: Config, folder: Path) -> "Learner":
         """The learner that was saved: its next update gives the same bits.
 
-        Raises LakeError for a damaged state, or one without the critic that the configuration asks for.
+        Raises LakeError for a damaged state, or one of other models than the configuration asks for.
         """
         state.verify(folder)
         record = json.loads((folder / "state.json").read_text())
+        if record["shared_backbone"] != config.models.shares_backbone:
+            held = "on the policy's backbone" if record["shared_backbone"] else "apart from the policy, or none"
+            raise LakeError(
+                f"{folder} holds a critic {held}, but models.critic is {config.models.critic!r}; go on with what the "
+                f"run had, or start another run (--run NAME)"
+            )
         learner = cls(
             config,
-            Policy(load_causal_lm(folder / "actor"), config, vocab_size(config)),
-            _saved_critic(config, folder) if config.advantages.estimator.has_critic else None,
+            open_policy(config, folder),
+            open_critic(config, folder),
             version=record["version"],
             actor_steps=record["actor_steps"],
             critic_steps=record["critic_steps"],
@@ -483,16 +501,28 @@ class Learner:
             engine.close()
 
 
-def _saved_critic(config: Config, folder: Path) -> Critic:
-    if not (folder / "critic").exists():
-        raise LakeError(
-            f"{folder} was trained without a critic, but advantages.estimator = {config.advantages.estimator} needs "
-            f"one; go on with the estimator that the run had, or start another run (--run NAME)"
-        )
-    head = load_file(folder / "critic_head.safetensors")
-    return Critic(
-        load_backbone(folder / "critic"), linear_head(head["weight"], head.get("bias")), compute_dtype(config)
-    )
+def _value_head(policy: Policy, critic: Critic | None) -> nn.Linear | None:
+    if isinstance(policy, ActorCritic):
+        return policy.value_head
+    return None if critic is None else critic.head
+
+
+@torch.no_grad()
+def _values(
+    forward: Callable[[Batch, Tensor], Tensor], dtype: torch.dtype, sequences: Sequences, layout: list[RowIndices]
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Values by row and of each row the value after its last token, from `forward(micro, positions)`."""
+    values: list[np.ndarray] = [np.empty(0, np.float32)] * len(sequences)
+    after = np.zeros(len(sequences), np.float32)
+    with autocast(dtype):
+        for rows in layout:
+            micro = batch(sequences, rows, device())
+            value = forward(micro, torch.cat([micro.score_at_N, micro.last_at_B]))
+            tokens = len(micro.score_at_N)
+            after[list(rows)] = value[tokens:].cpu().numpy()
+            for row, of_row in zip(rows, micro.split(value[:tokens]), strict=True):
+                values[row] = of_row
+    return values, after
 
 
 def _join(

@@ -70,8 +70,8 @@ class Warm:
 
     @cached_property
     def critic_source_digest(self) -> str:
-        critic = self.config.models.critic
-        return self.initial_digest if critic is None else folder_digest(resolve(critic))
+        source = self.config.models.critic_folder
+        return self.initial_digest if source is None else folder_digest(resolve(source))
 
     def policy_digest(self, version: int) -> str:
         """The weights digest of the actor of a version, as it was trained."""

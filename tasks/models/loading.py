@@ -16,7 +16,7 @@ from tasks.models import attention
 from tasks.models.logprobs import token_logprobs
 from tasks.models.samples import resolve
 from tasks.models.sequences import RowIndices, Sequences, batch
-from tasks.models.weights import tensors_digest, weight_files
+from tasks.models.weights import weight_files
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -196,11 +196,30 @@ class Policy(nn.Module):
         self.dtype = compute_dtype(config)
         _choose_attention(model, self.dtype)
 
-    def forward(self, input_ids_BL: Tensor, score_at_N: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, input_ids_BL: Tensor, score_at_N: Tensor, targets_N: Tensor) -> tuple[Tensor, ...]:
         """Log-prob and entropy of every response token [N], in nats, float32; see `sequences.Batch`."""
-        hidden_BLH = _hidden(self.model.base_model, input_ids_BL, self.dtype)
-        hidden_NH = hidden_BLH.flatten(0, 1).index_select(0, score_at_N)
+        hidden_PH = _hidden(self.model.base_model, input_ids_BL, self.dtype).flatten(0, 1)
+        return self._score(hidden_PH, score_at_N, targets_N)
+
+    def _score(self, hidden_PH: Tensor, score_at_N: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+        hidden_NH = hidden_PH.index_select(0, score_at_N)
         return self.head(hidden_NH, targets_N, self.temperature, self.vocab_size, self.dtype)
+
+
+class ActorCritic(Policy):
+    """A policy with a value head on its backbone: one forward gives log-probs, entropies and values."""
+
+    def __init__(self, model: Any, value_head: nn.Linear, config: Config, vocab_size: int) -> None:
+        super().__init__(model, config, vocab_size)
+        self.value_head = _aligned(value_head).to(device())
+
+    def forward(
+        self, input_ids_BL: Tensor, score_at_N: Tensor, targets_N: Tensor, value_at_M: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """As the policy's, and values float32 [M] at the flat positions `value_at_M`, or [N] at `score_at_N`."""
+        hidden_PH = _hidden(self.model.base_model, input_ids_BL, self.dtype).flatten(0, 1)
+        logp_N, entropy_N = self._score(hidden_PH, score_at_N, targets_N)
+        return logp_N, entropy_N, _values(self.value_head, hidden_PH, score_at_N if value_at_M is None else value_at_M)
 
 
 class Critic(nn.Module):
@@ -215,9 +234,12 @@ class Critic(nn.Module):
 
     def forward(self, input_ids_BL: Tensor, at_N: Tensor) -> Tensor:
         """Values at flat positions, float32 [N]; the head works in float32 whatever the compute dtype."""
-        hidden_NH = _hidden(self.backbone, input_ids_BL, self.dtype).flatten(0, 1).index_select(0, at_N)
-        with torch.autocast(hidden_NH.device.type, enabled=False):
-            return self.head(hidden_NH.float()).squeeze(-1)
+        return _values(self.head, _hidden(self.backbone, input_ids_BL, self.dtype).flatten(0, 1), at_N)
+
+
+def _values(head: nn.Linear, hidden_PH: Tensor, at_N: Tensor) -> Tensor:
+    with torch.autocast(hidden_PH.device.type, enabled=False):
+        return head(hidden_PH.index_select(0, at_N).float()).squeeze(-1)
 
 
 def _choose_attention(model: Any, dtype: torch.dtype) -> None:
@@ -229,14 +251,6 @@ def _hidden(backbone: Any, input_ids_BL: Tensor, dtype: torch.dtype) -> Tensor:
     positions_BL = torch.arange(input_ids_BL.shape[1], device=input_ids_BL.device)[None].expand_as(input_ids_BL)
     with autocast(dtype):
         return backbone(input_ids=input_ids_BL, position_ids=positions_BL, use_cache=False).last_hidden_state
-
-
-def initial_critic(config: Config) -> Critic:
-    """The critic of version 0: `models.critic`, else the policy's backbone and a head drawn from the run's seed."""
-    if config.models.critic is not None:
-        return Critic(*load_classifier(resolve(config.models.critic)), compute_dtype(config))
-    backbone = load_causal_lm(resolve(config.models.policy)).base_model
-    return Critic(backbone, value_head(backbone.config.hidden_size, config.run.seed), compute_dtype(config))
 
 
 def value_head(hidden_size: int, run_seed: int) -> nn.Linear:
@@ -256,10 +270,6 @@ def linear_head(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     if bias is not None:
         head.bias.data = bias
     return head
-
-
-def head_digest(critic: Critic) -> str:
-    return tensors_digest(critic.head.named_parameters())
 
 
 class FrozenPolicy:
@@ -297,7 +307,7 @@ def policy_logp(forward: Any, policy: Policy, sequences: Sequences, layout: list
     with autocast(policy.dtype):
         for rows in layout:
             micro = batch(sequences, rows, device())
-            logp_N, _ = forward(micro.input_ids_BL, micro.score_at_N, micro.targets_N)
+            logp_N, *_ = forward(micro.input_ids_BL, micro.score_at_N, micro.targets_N)
             for row, values in zip(rows, micro.split(logp_N), strict=True):
                 result[row] = values
     return result

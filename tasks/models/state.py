@@ -2,7 +2,8 @@
 
 <run>/learner/<policy_version:06d>/
     state.json               version, optimizer steps, digests
-    actor/  critic/          config.json and model.safetensors, in Hugging Face layout
+    actor/  critic/          config.json and model.safetensors, in Hugging Face layout; no critic/ where it is a head
+                             on the actor's backbone
     critic_head.safetensors  the value head
     actor_adam.safetensors   critic_adam.safetensors    Adam's moments, by parameter
     manifest.json            written last: bytes and SHA-256 of every file

@@ -58,6 +58,22 @@ PENALTY = {"objective": "kl_penalty", "kl_penalty_coef": 1, "kl_penalty_range": 
             {"advantages": {"estimator": "reinforce"}, "train": {"critic_warmup_iterations": 1}},
             "train.critic_warmup_iterations.*no critic",
         ),
+        (
+            {"models": {"critic": "shared"}, "advantages": {"estimator": "reinforce"}},
+            'models.critic: nothing reads it.*"reinforce" has no critic',
+        ),
+        *(
+            (
+                {"models": {"critic": "shared"}, "train": {key: 1}},
+                f'train.{key}: nothing reads it.*"shared" has one optimizer.*train.actor_lr.*value_coef',
+            )
+            for key in ("critic_lr", "critic_grad_clip", "critic_warmup_iterations")
+        ),
+        ({"train": {"value_coef": 0.1}}, 'value_coef: nothing reads it.*"shared".*learning rate of its own'),
+        (
+            {"train": {"value_coef": 0.1}, "advantages": {"estimator": "rloo"}, "rollout": {"samples_per_prompt": 2}},
+            "value_coef: nothing reads it.*no critic",
+        ),
         *(
             ({"train": {"clip": wrong}}, r"train\.clip: must be a number above 0, or two of them as \[low, high\]")
             for wrong in (0, -0.2, [0.2], [0.2, 0], [0.1, 0.2, 0.3], float("nan"), float("inf"), "wide", True, None)
