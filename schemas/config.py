@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsA
 
 from schemas.experience import Estimator, ImportanceCorrection
 from schemas.ids import RunId
-from schemas.reward_options import EnsembleOptions, Options, options_of
+from schemas.reward_options import EnsembleOptions, Options, UnitTestOptions, options_of
 from schemas.rewards import RewardKind
 from schemas.updates import Objective
 
@@ -70,7 +70,8 @@ class PromptsSection(Section):
     """What the policy is asked."""
 
     source: str = Field(
-        description="a .jsonl, .parquet or .csv file, or any DuckDB query starting with SELECT, FROM or WITH"
+        description="a .jsonl, .parquet or .csv file, any DuckDB query starting with SELECT, FROM or WITH, or tasks of "
+        "the package reasoning-gym such as reasoning_gym:chain_sum?size=200&seed=1"
     )
     per_iteration: PositiveInt = Field(description="prompts drawn for each iteration")
     max_prompt_tokens: PositiveInt | None = Field(None, description="longer prompts are rejected")
@@ -160,7 +161,7 @@ class RewardSource(Section):
         Options(), description="what this kind can be told beside; see schemas/reward_options.py"
     )
     weight: float = Field(1.0, allow_inf_nan=False)
-    timeout: PositiveFloat = Field(10.0, description="seconds that one call of a function may take")
+    timeout: PositiveFloat = Field(10.0, description="seconds that a call of a function or one check may take")
     on_failure: Annotated[Literal["fail", "drop"] | Substitute, BeforeValidator(_a_failure_policy)] = Field(
         "drop",
         description="what a failed score does: fail the stage, drop the sample from training, or count as the number "
@@ -201,6 +202,11 @@ class RewardSource(Section):
             raise ValueError(
                 f"reward {self.name!r}: function must read module:function or path/to/file.py:function, "
                 f"not {self.function!r}"
+            )
+        if isinstance(self.options, UnitTestOptions) and self.options.seconds >= self.timeout:
+            raise ValueError(
+                f"reward {self.name!r}: options.seconds = {self.options.seconds:g} must be below timeout = "
+                f"{self.timeout:g}, so that a program that hangs has failed its tests, and the verifier hasn't"
             )
         return self
 

@@ -4,12 +4,26 @@ An option that the kind doesn't know is refused with the nearest one that it doe
 """
 
 import difflib
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from schemas.rewards import RewardKind
+
+
+def _a_regular_expression(given: str) -> str:
+    try:
+        re.compile(given)
+    except re.error as error:
+        raise ValueError(f"{given!r} is no regular expression: {error}") from None
+    return given
+
+
+Regex = Annotated[str, AfterValidator(_a_regular_expression)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Options(BaseModel):
@@ -24,7 +38,7 @@ class EnsembleOptions(Options):
 
     members: tuple[str, ...] = Field(min_length=2, description="folders of sequence classifiers with one label")
     combine: Literal["mean", "min", "mean_minus_std"] = "mean"
-    std_coef: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+    std_coef: PositiveFloat | None = Field(
         None, description="k of mean - k * std, the members' population standard deviation"
     )
 
@@ -43,6 +57,71 @@ class ProcessModelOptions(Options):
     separator: str = Field("\n", min_length=1, description="the text that ends a step; it belongs to the step")
 
 
+class VerifierOptions(Options):
+    """What all checks share. A verifier gives 1 or 0, but for the tasks of reasoning_gym, which give shares."""
+
+    check: str
+
+
+class ExactOptions(VerifierOptions):
+    """The answer in the response is the expected one: the last \\boxed{...} where there is one, else all of it, without
+    the white space around it."""
+
+    check: Literal["exact"]
+    expected: str = Field("answer", description="the prompts' column with the expected answer")
+    extract: Regex | None = Field(
+        None, description="regular expression that finds the answer: in its last match the first group, or all of it"
+    )
+    ignore_case: bool = False
+
+
+class NumberOptions(VerifierOptions):
+    """The number in the response is near the expected one: the last one in the last \\boxed{...} where there is one,
+    else the last one of all. 1,234.5, -3e-2, 3/4 and \\frac{3}{4} are numbers; $ and % are passed over."""
+
+    check: Literal["number"]
+    expected: str = Field("answer", description="the prompts' column with the expected number, or a text that holds it")
+    extract: Regex | None = Field(None, description="regular expression that finds the text that holds the number")
+    rel_tol: NonNegativeFloat = 1e-6
+    abs_tol: NonNegativeFloat = 0.0
+
+
+class RegexOptions(VerifierOptions):
+    """A regular expression matches somewhere in the response."""
+
+    check: Literal["regex"]
+    pattern: Regex | None = Field(None, description="the expression; else each prompt brings its own")
+    expected: str = Field("answer", description="the prompts' column with the expression")
+
+
+class UnitTestOptions(VerifierOptions):
+    """The program in the response (its last fenced block, else all of it) passes the prompt's unit tests. It runs in a
+    process of its own that is killed with its children; one that breaks a limit has not passed."""
+
+    check: Literal["tests"]
+    expected: str = Field("tests", description="the prompts' column with the tests: Python code, or a list of it")
+    seconds: PositiveFloat = Field(5.0, description="time that program and tests may take, below the source's timeout")
+    memory_mib: int = Field(1024, ge=256, description="address space that the process may take, in MiB")
+
+
+class GymOptions(VerifierOptions):
+    """What reasoning_gym's own verifier of the prompt's task says of the answer."""
+
+    check: Literal["reasoning_gym"]
+    extract: Regex = Field(
+        r"(?s)<answer>(.*?)</answer>",
+        description="regular expression that finds the answer; where it finds none, the whole response is the answer",
+    )
+
+
+_CHECKS: dict[str, type[VerifierOptions]] = {
+    "exact": ExactOptions,
+    "number": NumberOptions,
+    "regex": RegexOptions,
+    "tests": UnitTestOptions,
+    "reasoning_gym": GymOptions,
+}
+
 OPTIONS: dict[RewardKind, type[Options]] = {
     RewardKind.ENSEMBLE: EnsembleOptions,
     RewardKind.PROCESS_MODEL: ProcessModelOptions,
@@ -52,11 +131,15 @@ OPTIONS: dict[RewardKind, type[Options]] = {
 
 def options_of(kind: RewardKind, given: Any) -> Options:
     """The options of a source, filled in. Raises ValueError that names each one that can't be used."""
-    model = OPTIONS.get(kind, Options)
     if isinstance(given, Options):
         given = given.model_dump()
     if not isinstance(given, Mapping):
         raise ValueError(f"options must be a table such as {{ name = value }}, not {given!r}")
+    model = OPTIONS.get(kind, Options)
+    if kind is RewardKind.VERIFIER:
+        if given.get("check") not in _CHECKS:
+            raise ValueError(f"options.check must be one of {', '.join(_CHECKS)}, not {given.get('check')!r}")
+        model = _CHECKS[given["check"]]
     try:
         return model.model_validate(dict(given))
     except ValidationError as error:

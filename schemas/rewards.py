@@ -23,6 +23,7 @@ class RewardKind(StrEnum):
     PROCESS_MODEL = "process_model"
     FUNCTION = "function"
     PROCESS = "process"
+    VERIFIER = "verifier"
 
     @property
     def runs_on_device(self) -> bool:

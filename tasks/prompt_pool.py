@@ -1,4 +1,4 @@
-"""The prompt pool: every prompt a run may draw, from a file or a DuckDB query.
+"""The prompt pool: every prompt a run may draw, from a file, a DuckDB query, or the procedural tasks of reasoning-gym.
 
 A row has a `prompt` text or chat `messages` and may have an `id`; its other columns are its metadata, which reward
 functions receive. Every error names the source, the row (counted from 1) and what to do.
@@ -7,7 +7,9 @@ functions receive. Every error names the source, the row (counted from 1) and wh
 import csv
 import json
 import math
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -24,11 +26,13 @@ import pyarrow.parquet as pq
 
 from schemas import ids
 from schemas.manifest import canonical, digest_of
+from tasks import verifiers
 from tasks.stage import StageError
 
 Messages = list[dict[str, Any]]
 
 _QUERY = re.compile(r"\s*(select|from|with)\s", re.IGNORECASE)
+_GYM = "reasoning_gym:"
 _COLUMNS = ("prompt", "messages", "id")
 
 
@@ -69,18 +73,19 @@ class Pool:
 
 
 def read_pool(source: str) -> Pool:
-    """Reads a .jsonl, .parquet or .csv file, or the rows of a DuckDB query; read once a process while it is unchanged.
+    """Reads a .jsonl, .parquet or .csv file, the rows of a DuckDB query, or the tasks of reasoning_gym:TASK?size=...;
+    read once a process while it is unchanged.
 
     A query runs on one thread, so that rows come in the same order every time. NaN in a metadata column is null there.
     Raises PromptError.
     """
-    if _QUERY.match(source):
+    if _QUERY.match(source) or source.startswith(_GYM):
         return _read_pool(source, None)
     path = Path(source)
     if path.suffix.lower() not in _READERS:
         raise PromptError(
-            f"prompts from {source!r}: expected a {', '.join(_READERS)} file, or a query that starts with SELECT, FROM "
-            f"or WITH"
+            f"prompts from {source!r}: expected a {', '.join(_READERS)} file, a query that starts with SELECT, FROM or "
+            f"WITH, or {_GYM}TASK?size=...&seed=..."
         )
     try:
         stat = path.stat()
@@ -94,7 +99,10 @@ def read_pool(source: str) -> Pool:
 
 @lru_cache(maxsize=4)
 def _read_pool(source: str, unchanged: tuple[int, int] | None) -> Pool:
-    rows = _run_query(source) if unchanged is None else _READERS[Path(source).suffix.lower()](Path(source))
+    if unchanged is not None:
+        rows = _READERS[Path(source).suffix.lower()](Path(source))
+    else:
+        rows = _make_tasks(source) if source.startswith(_GYM) else _run_query(source)
     prompts = tuple(_parse(source, number, row) for number, row in enumerate(rows, start=1))
     if not prompts:
         raise PromptError(f"{source} holds no prompt; give it at least prompts.per_iteration rows")
@@ -170,6 +178,20 @@ def _run_query(query: str) -> Iterable[dict[str, Any]]:
             return relation.to_arrow_table().to_pylist()
     except duckdb.Error as error:
         raise PromptError(f"the prompt query failed: {error}\nit was: {query}") from None
+
+
+def _make_tasks(source: str) -> Iterable[dict[str, Any]]:
+    program = Path(verifiers.__file__).parent / "gym.py"
+    made = subprocess.run(
+        [sys.executable, "-P", str(program), source.removeprefix(_GYM)],
+        env=os.environ | {"PYTHONHASHSEED": "0"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    if made.returncode != 0:
+        raise PromptError(f"prompts from {source!r}: {made.stderr.strip().splitlines()[-1]}")
+    return map(json.loads, made.stdout.splitlines())
 
 
 _READERS = {".jsonl": _read_jsonl, ".parquet": _read_parquet, ".csv": _read_csv}

@@ -48,7 +48,7 @@ class FunctionScorer:
         self.source = source
         self.policy_tokenizer = policy_tokenizer
         self.scored = 0
-        self._worker: _Worker | None = _Worker(source)
+        self._worker: Worker | None = self._start()
         self._sha256 = self._worker.sha256
         self._closed = False
 
@@ -67,7 +67,7 @@ class FunctionScorer:
         self.scored = 0
         while len(scores) < len(items):
             if self._worker is None:
-                self._worker = _Worker(self.source)
+                self._worker = self._start()
                 self._sha256 = self._worker.sha256
             if self._closed:
                 self._worker.stop()
@@ -78,6 +78,10 @@ class FunctionScorer:
             if self._worker.process.returncode is not None:
                 self._worker = None
         return scores
+
+    def _start(self) -> "Worker":
+        assert self.source.function is not None
+        return Worker(self.source, self.source.function, dict(os.environ))
 
     def _arguments(self, item: Item) -> list[Any]:
         arguments = [item.prompt, item.response, item.metadata]
@@ -92,11 +96,10 @@ class FunctionScorer:
             worker.stop()
 
 
-class _Worker:
+class Worker:
     """A process of function_worker and the conversation with it."""
 
-    def __init__(self, source: RewardSource) -> None:
-        assert source.function is not None
+    def __init__(self, source: RewardSource, function: str, environment: dict[str, str]) -> None:
         self.timeout = source.timeout
         self.connection, theirs = socket.socketpair()
         self.connection.setblocking(False)
@@ -109,9 +112,10 @@ class _Worker:
                     "-P",
                     function_worker.__file__,
                     str(theirs.fileno()),
-                    source.function,
+                    function,
                     str(os.getpid()),
                 ],
+                env=environment,
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=2,
@@ -126,7 +130,7 @@ class _Worker:
         if "failed" in hello:
             self.stop()
             raise FunctionError(
-                f"reward {source.name!r}: the function {source.function} can't be imported: {hello['failed']}\n"
+                f"reward {source.name!r}: the function {function} can't be imported: {hello['failed']}\n"
                 f"modules are looked up from {os.getcwd()} and in {sys.prefix}; correct `function`, which reads "
                 f"module:function or path/to/file.py:function"
             )

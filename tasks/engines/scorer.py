@@ -105,6 +105,7 @@ def _open(source: RewardSource, config: Config, policy_tokenizer: Any) -> Reward
     from tasks.engines.function_scorer import FunctionScorer
     from tasks.engines.model_scorer import ModelScorer
     from tasks.engines.process_model_scorer import ProcessModelScorer
+    from tasks.engines.verifier_scorer import VerifierScorer
 
     match source.kind:
         case RewardKind.MODEL:
@@ -115,3 +116,5 @@ def _open(source: RewardSource, config: Config, policy_tokenizer: Any) -> Reward
             return ProcessModelScorer(source, config, policy_tokenizer)
         case RewardKind.FUNCTION | RewardKind.PROCESS:
             return FunctionScorer(source, policy_tokenizer)
+        case RewardKind.VERIFIER:
+            return VerifierScorer(source)

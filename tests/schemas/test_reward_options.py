@@ -37,6 +37,11 @@ ENSEMBLE = {"kind": "ensemble", "options": {"members": ["a", "b"]}}
         ({"kind": "ensemble", "options": {"members": ["a", "b"], "combine": "mean_minus_std"}}, "needs std_coef"),
         ({"kind": "process_model"}, "needs `path` and no `function`"),
         ({"kind": "process_model", "path": "a", "options": {"separator": ""}}, "options.separator.*at least 1"),
+        ({"kind": "verifier"}, "options.check must be one of exact, number, regex, tests, reasoning_gym, not None"),
+        ({"kind": "verifier", "options": {"check": "exact", "abs_tol": 1}}, "unknown option abs_tol; there are: check"),
+        ({"kind": "verifier", "options": {"check": "exact", "extract": "("}}, r"options.extract: '\(' is no regular"),
+        ({"kind": "verifier", "options": {"check": "tests"}, "timeout": 5}, "seconds = 5 must be below timeout = 5"),
+        ({"kind": "verifier", "function": "a:b", "options": {"check": "exact"}}, "neither `path` nor `function`"),
         ({"kind": "ensembles", "options": {"members": ["a", "b"]}}, "kind.*'ensemble'"),
         ({**ENSEMBLE, "timeout": 3}, r"rewards\.0\.timeout: nothing reads it.*\"ensemble\" is timed"),
         ({**FUNCTION, "on_failure": "fail", "max_failed": 0.1}, "nothing reads max_failed"),
@@ -59,6 +64,7 @@ def test_what_a_kind_has_no_use_for_is_refused(source, says):
         ({**FUNCTION, "on_failure": "fail"}, None),
         ({**FUNCTION, "on_failure": {"substitute": -1}, "max_failed": 0.1}, -1.0),
         (ENSEMBLE, None),
+        ({"kind": "verifier", "options": {"check": "number", "rel_tol": 0.01}}, None),
     ],
 )
 def test_options_are_read_again_as_they_were_given(source, substitute):
