@@ -161,7 +161,7 @@ class RewardSource(Section):
         Options(), description="what this kind can be told beside; see schemas/reward_options.py"
     )
     weight: float = Field(1.0, allow_inf_nan=False)
-    timeout: PositiveFloat = Field(10.0, description="seconds that a call of a function or one check may take")
+    timeout: PositiveFloat = Field(10.0, description="seconds that one call of a function, check or request may take")
     on_failure: Annotated[Literal["fail", "drop"] | Substitute, BeforeValidator(_a_failure_policy)] = Field(
         "drop",
         description="what a failed score does: fail the stage, drop the sample from training, or count as the number "

@@ -7,6 +7,7 @@ import difflib
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -22,6 +23,8 @@ def _a_regular_expression(given: str) -> str:
 
 
 Regex = Annotated[str, AfterValidator(_a_regular_expression)]
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -122,9 +125,83 @@ _CHECKS: dict[str, type[VerifierOptions]] = {
     "reasoning_gym": GymOptions,
 }
 
+
+def _a_plain_address(given: str) -> str:
+    url = urlsplit(given)
+    if url.scheme not in ("http", "https") or not url.hostname:
+        raise ValueError(f"must be an address such as http://host:5000/score, not {given!r}")
+    if url.username or url.password:
+        raise ValueError("must hold no user name and no password, which would be on record; use api_key_env")
+    return given
+
+
+class RemoteOptions(Options):
+    """How a service is asked. `timeout` of the source is what one request may take in all."""
+
+    url: Annotated[str, AfterValidator(_a_plain_address)]
+    in_flight: PositiveInt = Field(8, description="requests under way at once")
+    retries: NonNegativeInt = Field(3, description="times that a request that failed is sent again")
+    backoff: PositiveFloat = Field(0.5, description="seconds before the first retry; each further one waits twice that")
+    api_key_env: str | None = Field(
+        None, description="environment variable that holds a key, which is sent as a bearer token and kept nowhere"
+    )
+
+
+class HttpOptions(RemoteOptions):
+    """A service that scores batches; see tasks/engines/http_scorer.py for what it is sent and returns."""
+
+    url: Annotated[str, AfterValidator(_a_plain_address)] = Field(description="where batches are posted")
+    protocol: Literal["rollbook", "openrlhf", "trl"] = Field(
+        "rollbook", description="the shape of request and response"
+    )
+    batch_size: PositiveInt = Field(16, description="samples in one request")
+    labels: str | None = Field(None, description='protocol = "openrlhf": the prompts\' column that is sent as labels')
+
+    @model_validator(mode="after")
+    def _sends_labels_to_who_reads_them(self) -> "HttpOptions":
+        if self.labels is not None and self.protocol != "openrlhf":
+            raise ValueError(f'protocol = "{self.protocol}" sends all columns, and no labels; remove labels')
+        return self
+
+
+_OWN_FIELDS = ("model", "messages", "temperature", "seed", "max_tokens", "n", "stream")
+
+
+class JudgeOptions(RemoteOptions):
+    """A language model that is asked for a score, at temperature 0."""
+
+    url: Annotated[str, AfterValidator(_a_plain_address)] = Field(
+        description="an OpenAI-compatible service, up to /v1; the judge is asked at /chat/completions below it"
+    )
+    model: str = Field(description="the model's name at the service")
+    template: str = Field(
+        description="what the judge is asked; {prompt} and {response} stand for them, {name} for the prompts' column"
+    )
+    system: str | None = Field(None, description="the judge's system message")
+    pattern: Regex = Field(
+        r"(?i)score\W{0,4}(-?\d+(?:\.\d+)?)",
+        description="finds the score: the first group of the last match in the reply",
+    )
+    max_tokens: PositiveInt = Field(256, description="longest reply")
+    seed: int = 0
+    extra: dict[str, Any] = Field({}, description="further fields of the request, such as chat_template_kwargs")
+
+    @model_validator(mode="after")
+    def _asks_for_something_that_can_be_read(self) -> "JudgeOptions":
+        if "{response}" not in self.template:
+            raise ValueError("template must hold {response}, or the judge never sees what it should score")
+        if re.compile(self.pattern).groups == 0:
+            raise ValueError(f"pattern must have a group that is the score, as in {r'score: ([0-9.]+)'!r}")
+        if taken := [name for name in _OWN_FIELDS if name in self.extra]:
+            raise ValueError(f"extra can't set {', '.join(taken)}, which other options decide or which is fixed")
+        return self
+
+
 OPTIONS: dict[RewardKind, type[Options]] = {
     RewardKind.ENSEMBLE: EnsembleOptions,
     RewardKind.PROCESS_MODEL: ProcessModelOptions,
+    RewardKind.HTTP: HttpOptions,
+    RewardKind.JUDGE: JudgeOptions,
 }
 """The options of each kind that has any."""
 

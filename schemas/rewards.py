@@ -24,6 +24,8 @@ class RewardKind(StrEnum):
     FUNCTION = "function"
     PROCESS = "process"
     VERIFIER = "verifier"
+    HTTP = "http"
+    JUDGE = "judge"
 
     @property
     def runs_on_device(self) -> bool:

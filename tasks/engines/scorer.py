@@ -103,6 +103,8 @@ def open_scorers(config: Config, policy_tokenizer: Any) -> list[RewardScorer]:
 def _open(source: RewardSource, config: Config, policy_tokenizer: Any) -> RewardScorer:
     from tasks.engines.ensemble_scorer import EnsembleScorer
     from tasks.engines.function_scorer import FunctionScorer
+    from tasks.engines.http_scorer import HttpScorer
+    from tasks.engines.judge_scorer import JudgeScorer
     from tasks.engines.model_scorer import ModelScorer
     from tasks.engines.process_model_scorer import ProcessModelScorer
     from tasks.engines.verifier_scorer import VerifierScorer
@@ -118,3 +120,7 @@ def _open(source: RewardSource, config: Config, policy_tokenizer: Any) -> Reward
             return FunctionScorer(source, policy_tokenizer)
         case RewardKind.VERIFIER:
             return VerifierScorer(source)
+        case RewardKind.HTTP:
+            return HttpScorer(source, policy_tokenizer)
+        case RewardKind.JUDGE:
+            return JudgeScorer(source)

@@ -21,6 +21,8 @@ def config(**source: Any) -> Config:
 
 
 FUNCTION = {"kind": "function", "function": "a:b"}
+URL = "http://host:5000/score"
+JUDGE = {"url": URL, "model": "m", "template": "{response}"}
 ENSEMBLE = {"kind": "ensemble", "options": {"members": ["a", "b"]}}
 
 
@@ -42,6 +44,14 @@ ENSEMBLE = {"kind": "ensemble", "options": {"members": ["a", "b"]}}
         ({"kind": "verifier", "options": {"check": "exact", "extract": "("}}, r"options.extract: '\(' is no regular"),
         ({"kind": "verifier", "options": {"check": "tests"}, "timeout": 5}, "seconds = 5 must be below timeout = 5"),
         ({"kind": "verifier", "function": "a:b", "options": {"check": "exact"}}, "neither `path` nor `function`"),
+        ({"kind": "http"}, "missing option url: where batches are posted"),
+        ({"kind": "http", "options": {"url": "localhost:5000"}}, "options.url: must be an address"),
+        ({"kind": "http", "options": {"url": "http://me:pw@host/"}}, "no user name and no password.*api_key_env"),
+        ({"kind": "http", "options": {"url": URL, "labels": "a"}}, '"rollbook" sends all columns.*remove labels'),
+        ({"kind": "http", "options": {"url": URL, "in_flight": 0}}, "options.in_flight.*greater than or equal to 1"),
+        ({"kind": "judge", "options": JUDGE | {"template": "{prompt}"}}, r"template must hold \{response\}"),
+        ({"kind": "judge", "options": JUDGE | {"pattern": "score"}}, "pattern must have a group"),
+        ({"kind": "judge", "options": JUDGE | {"extra": {"temperature": 1}}}, "extra can't set temperature"),
         ({"kind": "ensembles", "options": {"members": ["a", "b"]}}, "kind.*'ensemble'"),
         ({**ENSEMBLE, "timeout": 3}, r"rewards\.0\.timeout: nothing reads it.*\"ensemble\" is timed"),
         ({**FUNCTION, "on_failure": "fail", "max_failed": 0.1}, "nothing reads max_failed"),
@@ -64,6 +74,8 @@ def test_what_a_kind_has_no_use_for_is_refused(source, says):
         ({**FUNCTION, "on_failure": "fail"}, None),
         ({**FUNCTION, "on_failure": {"substitute": -1}, "max_failed": 0.1}, -1.0),
         (ENSEMBLE, None),
+        ({"kind": "http", "options": {"url": URL}, "timeout": 3}, None),
+        ({"kind": "judge", "options": JUDGE | {"extra": {"chat_template_kwargs": {"enable_thinking": False}}}}, None),
         ({"kind": "verifier", "options": {"check": "number", "rel_tol": 0.01}}, None),
     ],
 )
