@@ -12,7 +12,7 @@ TABLE = Table(
         ITERATION,
         POLICY_VERSION,
         Column("parent", INT32, "the version it was trained from; null for the initial policy", nullable=True),
-        Column("weights_digest", STRING, "SHA-256 over the actor's tensors, by name"),
+        Column("weights_digest", STRING, "BLAKE3 over the actor's tensors, by name"),
         Column(
             "learner_path",
             STRING,

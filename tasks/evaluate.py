@@ -20,7 +20,7 @@ from tasks.models.samples import resolve
 from tasks.progress import report
 from tasks.prompt_ids import context_of, encode, longest_prompt, rejection, tokenizer_digest
 from tasks.prompt_pool import Pool, PoolPrompt, read_pool
-from tasks.score import reward_digests, rewards_section
+from tasks.score import rewards_section
 from tasks.stage import At, Committed, Result, StageError, Staging, run_stage
 
 Asked = list[tuple[PoolPrompt, Request]]
@@ -82,7 +82,7 @@ def _identity(config: Config, held: Warm, pool: Pool) -> dict[str, str]:
         "pool": pool.digest,
         "tokenizer": tokenizer_digest(resolve(config.models.policy)),
         "reference": held.reference_digest,
-        **reward_digests(config),
+        **held.reward_digests,
     }
 
 

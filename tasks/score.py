@@ -19,9 +19,7 @@ from schemas.rewards import RewardStatus
 from schemas.rollouts import FinishReason
 from tasks.engines.scorer import Item, RewardScorer, Score
 from tasks.engines.warm import Warm, warm
-from tasks.models.samples import resolve
 from tasks.models.sequences import Sequences, score_layout
-from tasks.models.weights import folder_digest
 from tasks.ppo.drops import drop_reason, drop_reasons
 from tasks.progress import report
 from tasks.stage import At, Committed, Result, StageError, Staging, run_stage
@@ -60,7 +58,7 @@ def score(at: At, rollouts: Committed) -> Committed:
         version=version,
         inputs=[prompts_of(at, rollouts), rollouts],
         identity={
-            **reward_digests(config),
+            **held.reward_digests,
             "learner": held.policy_digest(version),
             "reference": held.reference_digest,
             **({} if critic is None else {"critic": critic}),
@@ -81,12 +79,6 @@ def rewards_section(config: Config) -> list[dict[str, Any]]:
         source.model_dump(mode="json", exclude={"path": True, "options": {"members": True}})
         for source in config.rewards
     ]
-
-
-def reward_digests(config: Config) -> dict[str, str]:
-    """The weights digest of every reward model."""
-    folders = {name: path for source in config.rewards for name, path in source.folders.items()}
-    return {f"reward {name}": folder_digest(resolve(path)) for name, path in folders.items()}
 
 
 @dataclass(frozen=True)

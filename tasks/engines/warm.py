@@ -73,6 +73,12 @@ class Warm:
         source = self.config.models.critic_folder
         return self.initial_digest if source is None else folder_digest(resolve(source))
 
+    @cached_property
+    def reward_digests(self) -> dict[str, str]:
+        """The weights digest of every reward model."""
+        folders = {name: path for source in self.config.rewards for name, path in source.folders.items()}
+        return {f"reward {name}": folder_digest(resolve(path)) for name, path in folders.items()}
+
     def policy_digest(self, version: int) -> str:
         """The weights digest of the actor of a version, as it was trained."""
         return self.initial_digest if version == 0 else str(self._trained(version).facts["actor_digest"])

@@ -13,6 +13,7 @@ from schemas.config import Config
 from schemas.ids import derive_seed
 from tasks.lake.storage import LakeError
 from tasks.models import attention
+from tasks.models.linear import Linear
 from tasks.models.logprobs import token_logprobs
 from tasks.models.samples import resolve
 from tasks.models.sequences import RowIndices, Sequences, batch
@@ -120,6 +121,7 @@ def _load(auto: Any, folder: Path, allow_bias: bool = False) -> Any:
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
+    Linear.replace(model)
     return _aligned(model).eval().to(device())
 
 

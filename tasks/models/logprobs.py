@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK = 256
+from tasks.models.linear import product
+
+CHUNK = 512
 """Tokens whose logits exist at a time."""
 
 
@@ -60,12 +62,11 @@ class _TokenLogprobs(torch.autograd.Function):
         for at in range(0, len(hidden), chunk):
             part = slice(at, at + chunk)
             logits = _logits(cast[part], head, offset, temperature)
-            largest, index = logits.max(-1)
             p = logits.softmax(-1)
             # The largest probability is at least 1 / V, so its logarithm is exact to rounding.
-            normalizer = largest - p.gather(-1, index[:, None])[:, 0].log()
+            normalizer = logits.amax(-1) - p.amax(-1).log()
             logp[part] = logits.gather(-1, targets[part, None])[:, 0] - normalizer
-            entropy[part] = normalizer - torch.linalg.vecdot(p, logits)
+            entropy[part] = normalizer - _dot(p, logits)
         return logp, entropy
 
     @staticmethod
@@ -95,20 +96,22 @@ class _TokenLogprobs(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias[:vocab_size] += grad_logits.sum(0)
             low = grad_logits.to(dtype)
-            grad_hidden[part] = low @ head
+            grad_hidden[part] = product(low, head)
             if grad_weight is not None:
-                if dtype == grad_weight.dtype:
-                    grad_weight[:vocab_size].addmm_(low.T, cast[part])
-                else:
-                    grad_weight[:vocab_size] += low.T @ cast[part]
+                grad_weight[:vocab_size] += product(low.T, cast[part])
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
 
 
 def _entropy_gradient(logits: Tensor, p: Tensor) -> Tensor:
     """dH / dlogits = -p * (log p + H), [N, V]: overwrites `logits`."""
     log_p = logits.sub_(logits.logsumexp(-1, keepdim=True))
-    entropy = -torch.linalg.vecdot(p, log_p)
+    entropy = -_dot(p, log_p)
     return log_p.add_(entropy[:, None]).mul_(p).neg_()
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    """Of each row, [N]; without the [N, V] products that vecdot keeps."""
+    return torch.bmm(a[:, None], b[:, :, None])[:, 0, 0]
 
 
 def _offset(bias: Tensor | None, vocab_size: int) -> Tensor | None:
@@ -116,7 +119,7 @@ def _offset(bias: Tensor | None, vocab_size: int) -> Tensor | None:
 
 
 def _logits(hidden: Tensor, head: Tensor, offset: Tensor | None, temperature: float) -> Tensor:
-    logits = (hidden @ head.T).float()
+    logits = product(hidden, head.T).float()
     if offset is not None:
         logits += offset
     return logits if temperature == 1 else logits.div_(temperature)

@@ -1,6 +1,5 @@
 """Digests of weights: what identifies a version of a model, whatever holds it, a folder or a running learner."""
 
-import hashlib
 import json
 import mmap
 import os
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from blake3 import blake3
 
 from tasks.lake.storage import LakeError
 
@@ -27,7 +27,7 @@ DTYPES = {
 
 
 def tensors_digest(named: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """SHA-256 over (name, dtype, shape, SHA-256 of the bytes) of every tensor, in the order of their names.
+    """BLAKE3 over (name, dtype, shape, BLAKE3 of the bytes) of every tensor, in the order of their names.
 
     Tensors on a GPU are copied to the host one by one.
     """
@@ -78,8 +78,8 @@ def _bytes_of(tensor: torch.Tensor) -> Any:
 def _digest(entries: Iterable[tuple[str, str, list[int], Any]]) -> str:
     def line(entry: tuple[str, str, list[int], Any]) -> tuple[str, str]:
         name, dtype, shape, data = entry
-        return name, f"{name} {dtype} {shape} {hashlib.sha256(data).hexdigest()}\n"
+        return name, f"{name} {dtype} {shape} {blake3(data).hexdigest()}\n"
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing releases the GIL
         lines = sorted(pool.map(line, entries))
-    return hashlib.sha256("".join(text for _, text in lines).encode()).hexdigest()
+    return blake3("".join(text for _, text in lines).encode()).hexdigest()

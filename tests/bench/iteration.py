@@ -17,6 +17,8 @@ CACHE = Path(".cache/bench")
 PROMPTS, NEW_TOKENS, ITERATIONS = 32, 64, 5
 MEASURED = (1, 2, 3)
 """The first iteration warms up, the last one saves the learner."""
+OLD_LOGP = {"float32": "engine", "bfloat16": "learner"}
+"""Whose log-probs the ratios start from: TRL takes those of its generation too."""
 
 TOPICS = [
     "the sea",
@@ -62,19 +64,17 @@ def main() -> None:
         for topic in TOPICS[:PROMPTS]
     ]
     prompts.write_text("\n".join(lines) + "\n")
-    ours = {dtype: _child([sys.executable, "-m", "tests.bench.iteration", dtype]) for dtype in ("float32",)}
     trl = _trl(prompts)
-    ours["bfloat16"] = _child([sys.executable, "-m", "tests.bench.iteration", "bfloat16"])
-
-    print(f"TRL 1.9.2: {trl:.1f} s an iteration (float32, median)")
+    print(f"TRL 1.9.2: {trl:.1f} s an iteration (float32, median of {len(MEASURED)})", flush=True)
     for dtype, goal in (("float32", 0.65), ("bfloat16", 0.4)):
-        _report(dtype, goal, trl, ours[dtype])
+        _report(dtype, goal, trl, _child([sys.executable, "-m", "tests.bench.iteration", dtype]))
 
 
 def _report(dtype: str, goal: float, trl: float, found: dict[str, Any]) -> None:
     wall = found["wall"]
     stages = ", ".join(f"{name} {seconds:.2f}" for name, seconds in found["stages"].items())
     print(f"\n{dtype}: {wall:.1f} s an iteration, {wall / trl:.2f} of TRL's (goal: at most {goal})")
+    print(f"  old log-probs: the {OLD_LOGP[dtype]}'s")
     print(f"  by stage, seconds: {stages}")
     print(f"  apart from model work: {found['around']:.2f} s, {found['around'] / wall:.1%} (goal: under 3%)")
     print(
@@ -92,8 +92,8 @@ def _trl(prompts: Path) -> float:
     from tasks.models.samples import resolve
 
     model = resolve("sample:smollm2-135m-instruct")
-    command = [sys.executable, "tests/bench/trl_ppo.py", str(model), str(prompts), "3", str(NEW_TOKENS)]
-    return statistics.median(_child(command)["seconds"][1:])
+    arguments = map(str, (model, prompts, 1 + len(MEASURED), NEW_TOKENS))
+    return statistics.median(_child([sys.executable, "tests/bench/trl_ppo.py", *arguments])["seconds"][1:])
 
 
 def _child(command: list[str]) -> dict[str, Any]:
@@ -120,6 +120,7 @@ def ours(dtype: str) -> dict[str, Any]:
         "prompts": {"source": str(CACHE / "prompts.jsonl"), "per_iteration": PROMPTS},
         "rollout": {"max_new_tokens": NEW_TOKENS, "max_model_len": 256, "dtype": dtype},
         "rewards": [{"name": "model", "kind": "model", "path": str(_reward_model())}],
+        "advantages": {"old_logp": OLD_LOGP[dtype]},
         "train": {"minibatch_size": PROMPTS, "micro_batch_size": 16},
         "sync": {"tolerance": 0.1},
         "checkpoint": {"every": 1000},
@@ -167,17 +168,20 @@ def _reward_model() -> Path:
 
 
 def _matmul_gflops(dtype: str, size: int = 2048) -> float:
-    """The machine's rate for a matrix product, the best of ten."""
+    """The machine's rate for a matrix product, by torch or by what the models use, whichever is faster; best of ten."""
     import time
 
     import torch
 
+    from tasks.models.linear import product
+
     a, b = (torch.randn(size, size, dtype=getattr(torch, dtype)) for _ in range(2))
     seconds = []
-    for _ in range(10):
-        began = time.perf_counter()
-        a @ b
-        seconds.append(time.perf_counter() - began)
+    for multiply in (torch.mm, product):
+        for _ in range(10):
+            began = time.perf_counter()
+            multiply(a, b)
+            seconds.append(time.perf_counter() - began)
     return 2 * size**3 / min(seconds) / 1e9
 
 
