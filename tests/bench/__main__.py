@@ -1,13 +1,19 @@
 """`make bench`: what the project promises about speed, measured here and now. Ratios within one run are what counts.
 
-python -m tests.bench [iteration] [tiny] [advantages] [lake]      all of them if none is named
+python -m tests.bench [iteration] [tiny] [advantages] [lake] [rewards]      all of them if none is named
 """
 
 import sys
 
-from tests.bench import advantages, iteration, lake, tiny
+from tests.bench import advantages, iteration, lake, rewards, tiny
 
-BENCHES = {"iteration": iteration.main, "tiny": tiny.main, "advantages": advantages.main, "lake": lake.main}
+BENCHES = {
+    "iteration": iteration.main,
+    "tiny": tiny.main,
+    "advantages": advantages.main,
+    "lake": lake.main,
+    "rewards": rewards.main,
+}
 
 
 def main(names: list[str]) -> None:

@@ -119,7 +119,7 @@ def ours(dtype: str) -> dict[str, Any]:
         "models": {"policy": "sample:smollm2-135m-instruct", "compute_dtype": dtype},
         "prompts": {"source": str(CACHE / "prompts.jsonl"), "per_iteration": PROMPTS},
         "rollout": {"max_new_tokens": NEW_TOKENS, "max_model_len": 256, "dtype": dtype},
-        "rewards": [{"name": "model", "kind": "model", "path": str(_reward_model())}],
+        "rewards": [{"name": "model", "kind": "model", "path": str(reward_model())}],
         "advantages": {"old_logp": OLD_LOGP[dtype]},
         "train": {"minibatch_size": PROMPTS, "micro_batch_size": 16},
         "sync": {"tolerance": 0.1},
@@ -151,7 +151,7 @@ def ours(dtype: str) -> dict[str, Any]:
     }
 
 
-def _reward_model() -> Path:
+def reward_model() -> Path:
     """A sequence classifier of the policy's size."""
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
