@@ -18,9 +18,9 @@ from tasks.stage import StageError
 
 
 class Step(NamedTuple):
-    """A step of a response: its text, and which token is its last."""
+    """A step of a response, by its first and last token."""
 
-    text: str
+    first: int
     last: int
 
 
@@ -105,7 +105,11 @@ class ProcessModelScorer:
             ids = encode_chat(self.tokenizer, messages, add_generation_prompt=True)
         ends = []
         for step in steps:
-            ids = ids + self.tokenizer.encode(step.text, add_special_tokens=False)
+            before, through = (
+                self.policy_tokenizer.decode(item.response_token_ids[:end], skip_special_tokens=True)
+                for end in (step.first, step.last + 1)
+            )
+            ids = ids + self.tokenizer.encode(through[len(before) :], add_special_tokens=False)
             ends.append(len(ids) - 1)
         return ids, ends
 
@@ -113,12 +117,12 @@ class ProcessModelScorer:
 def steps_of(pieces: Sequence[str], separator: str) -> list[Step]:
     """Cuts a response, given as the text of each token, into steps. A step ends with the token that completes a
     separator; what follows the last one is a step too, unless it is blank. Blank ones belong to the step after them."""
-    steps, text = [], ""
+    steps, first, text = [], 0, ""
     for index, piece in enumerate(pieces):
         text += piece
         if separator in text.lstrip():
-            steps.append(Step(text, index))
-            text = ""
+            steps.append(Step(first, index))
+            first, text = index + 1, ""
     if text.strip():
-        steps.append(Step(text, len(pieces) - 1))
+        steps.append(Step(first, len(pieces) - 1))
     return steps

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_scorers import reversed_alphabet
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -87,13 +88,13 @@ def test_an_ensemble_has_no_number_where_a_member_has_none(opened, members, tmp_
 @pytest.mark.parametrize(
     ("pieces", "separator", "steps"),
     [
-        (["a", "\n", "b", "\n"], "\n", [("a\n", 1), ("b\n", 3)]),
-        (["a", "\n", "b"], "\n", [("a\n", 1), ("b", 2)]),
-        (["a", ".\n\n", "b", ""], "\n\n", [("a.\n\n", 1), ("b", 3)]),  # the last token is an EOS, without text
-        (["a", "\n", "\n", "b"], "\n", [("a\n", 1), ("\nb", 3)]),  # a blank line is no step
-        (["a", "\n", "\n", "b"], "\n\n", [("a\n\n", 2), ("b", 3)]),  # a separator of two tokens
-        (["a", "\n", ""], "\n", [("a\n", 1)]),
-        (["a\nb\n", "c"], "\n", [("a\nb\n", 0), ("c", 1)]),  # one token can end one step only
+        (["a", "\n", "b", "\n"], "\n", [(0, 1), (2, 3)]),
+        (["a", "\n", "b"], "\n", [(0, 1), (2, 2)]),
+        (["a", ".\n\n", "b", ""], "\n\n", [(0, 1), (2, 3)]),  # the last token is an EOS, without text
+        (["a", "\n", "\n", "b"], "\n", [(0, 1), (2, 3)]),  # a blank line is no step
+        (["a", "\n", "\n", "b"], "\n\n", [(0, 2), (3, 3)]),  # a separator of two tokens
+        (["a", "\n", ""], "\n", [(0, 1)]),
+        (["a\nb\n", "c"], "\n", [(0, 0), (1, 1)]),  # one token can end one step only
         ([""], "\n", []),
         ([], "\n", []),
     ],
@@ -130,6 +131,23 @@ def test_every_step_is_scored_at_its_last_token(opened, tiny_prm, tiny_llama):
     assert score.process == pytest.approx(expected, abs=1e-5)
     assert score.raw == pytest.approx(sum(expected), abs=1e-5)
     assert short.process == pytest.approx([float(of_token[0])], abs=1e-5)
+    scorer.close()
+
+
+def test_a_process_model_with_another_vocabulary_reads_the_same_steps(opened, tiny_prm, tiny_llama, tmp_path):
+    """Its own ids of "q?", of "a\\n" and of "ü"; the rewards stand on the policy's tokens, of which "ü" has two."""
+    folder = reversed_alphabet(tiny_prm, Path(shutil.copytree(tiny_prm, tmp_path / "other")))
+    policy, own = AutoTokenizer.from_pretrained(tiny_llama), AutoTokenizer.from_pretrained(folder)
+    response = policy.encode("a\nü", add_special_tokens=False)
+    assert len(response) == 4
+    scorer = opened(kind="process_model", path=str(folder))
+    (score,) = scorer.score([Item("s", "q?", "a\nü", policy.encode("q?"), response, {})])
+
+    model = LlamaForTokenClassification.from_pretrained(folder).eval()
+    with torch.no_grad():
+        logits = model(torch.tensor([own.encode("q?a\nü", add_special_tokens=False)])).logits[0, 2:]
+    of_token = logits[:, 0] if logits.shape[1] == 1 else logits.softmax(-1)[:, 1]
+    assert score.process == pytest.approx([0, float(of_token[1]), 0, float(of_token[3])], abs=1e-5)
     scorer.close()
 
 

@@ -27,7 +27,7 @@ from tasks.engines.scorer import Item, Score, open_scorers
 from tasks.lake.storage import LakeError
 
 FUNCTIONS = """
-import ctypes, os, subprocess, sys, threading, time
+import ctypes, os, resource, signal, subprocess, sys, threading, time
 from decimal import Decimal
 import numpy as np
 
@@ -49,6 +49,11 @@ def by_response(prompt, response, metadata):
     if response == "abort": os.abort()
     if response == "segfault": ctypes.string_at(0)
     if response == "memory": return len(bytearray(1 << 62))
+    if response == "grow":
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+        grown = []
+        while True: grown.append(bytearray(1 << 24))
+    if response == "out of memory": os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does
     if response == "recursion": return by_response(prompt, response, metadata)
     if response == "print":
         print("hello"); sys.stdout.write('["ok", 9, null, 0]\\n'); os.write(1, b"[1]\\n"); sys.stdout.flush()
@@ -158,6 +163,8 @@ RAISES = {
     "abort": "killed by SIGABRT",
     "segfault": "killed by SIGSEGV",
     "memory": "MemoryError",
+    "grow": "MemoryError",
+    "out of memory": "killed by SIGKILL",
     "recursion": "RecursionError",
 }
 

@@ -143,6 +143,7 @@ def test_s36_a_failed_score_may_count_as_a_stated_value(
     at = start(config_of([substituting, dropping, {"name": "both", **ensemble}]))
     score(at, sampled(at))
     answer_of = answers(at)
+    assert {"reward both.0", "reward both.1"} < set(at.run.committed(0, StageName.SCORE).key_parts["identity"])
     for row in read(at, StageName.SCORE, "rewards"):
         answer = answer_of[row["sample_id"]]
         if row["source"] == "both":
