@@ -170,12 +170,12 @@ def scores_of(scorer: RewardScorer, items: list[Item]) -> Scores:
 
 
 def _watch(running: Mapping[str, Future[Scores]], scorers: list[RewardScorer], total: int) -> None:
-    """Waits for the sources that still run, and says how far they are. Ends early where one of them raised."""
-    waiting = {f for f in running.values() if not f.done()}
+    """Waits for the sources that still run, and says how far they are. Raises what one of them raises, at once."""
+    waiting = set(running.values())
     while waiting:
         finished, waiting = wait(waiting, REPORT_SECONDS, FIRST_COMPLETED)
-        if any(future.exception() for future in finished):
-            return
+        for future in finished:
+            future.result()
         slow = [s for s in scorers if running[s.source.name] in waiting]
         if slow:
             note = ", ".join(f"{s.source.name} {s.scored} of {total}" for s in slow)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from schemas.config import RewardSource
+from schemas.config import RewardSource, load
 from schemas.manifest import StageName
 from tasks import score as score_module
 from tasks.engines.function_scorer import FunctionScorer
@@ -37,6 +38,8 @@ def by_answer(prompt, response, metadata):
     if metadata["answer"] == 6: return float("nan")
     if metadata["answer"] == 8: time.sleep(99)
     return float(metadata["answer"])
+
+def hang(prompt, response, metadata): time.sleep(99)
 
 def constant(prompt, response, metadata): return 1.0
 
@@ -178,6 +181,33 @@ def test_more_failures_than_stated_fail_the_stage(function: Any, policy: dict[st
             scores_of(scorer, items)
         assert says in str(error.value)
     scorer.close()
+
+
+def test_the_tasks_of_the_shipped_configuration_are_drawn_answered_and_verified(start: Start) -> None:
+    """A random model knows no sums: every answer is scored, and hardly one is right."""
+    shipped = Path(__file__).parents[2] / "infra/configs/reasoning_gym.toml"
+    at = start(load(shipped, ("rollout.engine=transformers", "run.id=r-gym")))
+    score(at, sampled(at))
+    rewards = read(at, StageName.SCORE, "rewards")
+    assert {(row["source"], row["kind"], row["status"]) for row in rewards} == {
+        ("chain_sum", "verifier", "ok"),
+        ("number", "verifier", "ok"),
+    }
+    assert len(rewards) == 2 * 8 * 4
+    assert np.mean([row["raw"] for row in rewards]) < 0.2
+
+
+def test_s37_a_source_that_fails_the_stage_waits_for_no_other_one(
+    start: Start, config_of: Any, function: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(score_module, "PATIENCE_SECONDS", 0.0)
+    at = start(config_of([function("hang", timeout=90), function("slow_none", on_failure="fail")]))
+    rollouts = sampled(at)
+    started = time.monotonic()
+    with pytest.raises(StageError, match="'slow_none' failed on 2 of 16 samples"):
+        score(at, rollouts)
+    assert time.monotonic() - started < 30
+    assert at.run.manifest(0, StageName.SCORE) is None
 
 
 def test_values_are_read_before_each_token_and_after_the_last(
