@@ -14,6 +14,7 @@ from tasks.engines.warm import resources, warm
 from tasks.lake.runs import Run, RunRecord, differences
 from tasks.models.samples import resolve
 from tasks.models.weights import folder_digest
+from tasks.pretraining_texts import pretraining_texts
 from tasks.prompt_pool import read_pool
 from tasks.sample_prompts import draw
 from tasks.stage import At
@@ -80,6 +81,9 @@ def digests(config: Config) -> dict[str, str]:
     models |= {f"rewards.{name}": folder for source in config.rewards for name, folder in source.folders.items()}
     pools = {"prompts.source": config.prompts.source}
     pools |= {"evaluate.source": config.evaluate.source} if config.evaluate.source else {}
-    return {name: folder_digest(resolve(path)) for name, path in models.items()} | {
-        name: read_pool(source).digest for name, source in pools.items()
+    texts = pretraining_texts(config)
+    return {
+        **{name: folder_digest(resolve(path)) for name, path in models.items()},
+        **{name: read_pool(source).digest for name, source in pools.items()},
+        **({} if texts is None else {"train.ptx_source": texts.digest}),
     }

@@ -295,8 +295,10 @@ class AdvantagesSection(Section):
         description="where the KL to the reference is penalised: r[t] -= beta * kl[t], or loss += beta * mean(kl)",
     )
     kl_coef: NonNegativeFloat = Field(0.05, description="beta of the penalty; where a controller starts")
-    kl_estimator: Literal["k1", "k2", "k3"] = Field(
-        "k1", description='estimator of the penalised KL; kl_in = "loss" needs k2 or k3'
+    kl_estimator: Literal["k1", "k2", "k3", "exact"] = Field(
+        "k1",
+        description='estimator of the penalised KL from the sampled token, or the exact KL over the vocabulary; "loss" '
+        "needs k2, k3 or exact",
     )
     kl_controller: Literal["fixed", "proportional", "doubling"] = Field(
         "fixed", description="how beta follows the observed KL from iteration to iteration"
@@ -331,6 +333,11 @@ class AdvantagesSection(Section):
         None, description="fail above this mean |learner - engine| log-prob over the trained tokens, in nats"
     )
 
+    @property
+    def exact_kl(self) -> Literal["reward", "loss"] | None:
+        """Where the exact KL is penalised, if it is."""
+        return self.kl_in if self.kl_estimator == "exact" else None
+
     @model_validator(mode="after")
     def _whitens_what_its_estimator_leaves_open(self) -> "AdvantagesSection":
         if self.estimator is Estimator.REINFORCE_PP and self.whiten != "global":
@@ -363,8 +370,9 @@ class AdvantagesSection(Section):
     def _penalises_what_has_a_gradient(self) -> "AdvantagesSection":
         if self.kl_in == "loss" and self.kl_estimator == "k1":
             raise ValueError(
-                'advantages.kl_in = "loss" needs advantages.kl_estimator = "k2" (gradient of KL(policy || reference)) '
-                'or "k3" (as in GRPO): the gradient of k1 is 0 on average, whatever the reference'
+                'advantages.kl_in = "loss" needs advantages.kl_estimator = "k2" (gradient of KL(policy || reference)), '
+                '"exact" (the same without noise, for a forward of the reference in every step) or "k3" (as in GRPO): '
+                "the gradient of k1 is 0 on average, whatever the reference"
             )
         return self
 
@@ -434,6 +442,15 @@ class TrainSection(Section):
         description="weigh the policy loss of a response's action number t by advantages.gamma^t, as the strict "
         "discounted objective does",
     )
+    ptx_source: str | None = Field(
+        None, description="pretraining texts to mix in (PTX), from a source as in prompts.source with a column `text`"
+    )
+    ptx_coef: PositiveFloat | None = Field(
+        None, description="weight of the mean of -log p of the texts' tokens, added to the policy loss"
+    )
+    ptx_batch: tuple[PositiveInt, Annotated[int, Field(ge=2)]] | None = Field(
+        None, description="[texts that an optimizer step sees, tokens at which each is cut]"
+    )
     value_clip: PositiveFloat | None = Field(0.2, description="range of the value clipping; unset for none")
     value_coef: PositiveFloat = Field(
         0.1, description='models.critic = "shared": weight of the value loss beside the policy\'s'
@@ -458,6 +475,13 @@ class TrainSection(Section):
                 raise ValueError(f"{objective} needs train.dual_clip, a number above 1 + train.clip = {lowest:g}")
         elif self.dual_clip is not None:
             raise ValueError(f'{objective} has no use for train.dual_clip; remove it, or set objective = "dual_clip"')
+        ptx = {key: getattr(self, key) for key in ("ptx_source", "ptx_coef", "ptx_batch")}
+        if None in ptx.values() and any(value is not None for value in ptx.values()):
+            missing = ", ".join(f"train.{key}" for key, value in ptx.items() if value is None)
+            raise ValueError(
+                f"train.ptx_source, ptx_coef and ptx_batch together mix pretraining texts in, and {missing} is not "
+                f'set; try "texts.jsonl", 1.0 and [8, 256], or remove them all'
+            )
         if self.entropy_coef and self.sampled_entropy_coef:
             raise ValueError(
                 "train.entropy_coef (exact) and train.sampled_entropy_coef (-log p of the sampled tokens) are two "
@@ -574,6 +598,11 @@ class Config(Section):
                     f'{chosen} needs float32 on both sides, and {key} = "{dtype}": rounding alone would move ratios by '
                     f'a quarter before any update; set it to "float32", or old_logp = "learner"'
                 )
+        if self.advantages.exact_kl == "reward":
+            raise ValueError(
+                f'{chosen} leaves out the learner\'s forward, which advantages.kl_estimator = "exact" needs; set '
+                f'old_logp = "learner", or kl_estimator = "k1"'
+            )
         for key in ("importance_cap", "max_engine_gap"):
             if getattr(self.advantages, key) is not None:
                 raise ValueError(

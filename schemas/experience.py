@@ -111,7 +111,12 @@ TABLE = Table(
         _tokens("returns", FLOAT32, "A[t] + V[t], built before whitening; null without a critic", nullable=True),
         Column("kl_in", STRING, "where the KL is penalised: in the shaped reward, or in the learner's loss", enum=True),
         Column("kl_coef_used", FLOAT32, "beta of this row"),
-        Column("kl_estimator", STRING, "estimator of the penalised KL: k1, k2 or k3, of sampled_kl", enum=True),
+        Column(
+            "kl_estimator",
+            STRING,
+            "estimator of the penalised KL: k1, k2 or k3 of sampled_kl, or exact (in the reward: forwards.exact_kl)",
+            enum=True,
+        ),
         _outcome("outcome_raw", "weighted sum of the reward sources"),
         _outcome("outcome_scaled", "the same, clipped and normalised as [outcome] says"),
         _outcome("eos_penalty", "what the missing end changed: -penalty, or -penalty - outcome_scaled to replace it"),

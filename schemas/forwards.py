@@ -42,6 +42,15 @@ TABLE = Table(
             maximum=LOGP_MAX,
         ),
         Column(
+            "exact_kl",
+            ragged(FLOAT32),
+            "KL(learner || reference) over the vocabulary where the token was drawn; null unless it is "
+            "penalised in the reward",
+            unit="nats",
+            shape="[response_len]",
+            nullable=True,
+        ),
+        Column(
             "value",
             ragged(FLOAT32),
             "V[t], the value of the state before token t; null without a critic",

@@ -52,6 +52,16 @@ TABLE = Table(
         _number("kl_loss", "beta * mean KL to the reference as added to the loss; null where kl_in is reward"),
         _number("entropy_bonus", "train.entropy_coef * mean entropy as subtracted from the loss; null without one"),
         _number("sampled_entropy_bonus", "train.sampled_entropy_coef * sampled_entropy, subtracted; null without one"),
+        _number(
+            "ptx_loss", "train.ptx_coef * mean of -log p of the texts' tokens, added; null without train.ptx_source"
+        ),
+        Column(
+            "ptx_rows",
+            ragged(INT32),
+            "rows of train.ptx_source that the step saw, from 1",
+            shape="[num_texts]",
+            nullable=True,
+        ),
         _number("value_loss", "value loss, clipped where configured, before value_coef"),
         _number("value_coef", "weight of value_loss beside the policy's; null where the critic has its own optimizer"),
         _number("entropy", "mean entropy of the sampled distribution over action tokens", "nats"),

@@ -79,31 +79,43 @@ def read_pool(source: str) -> Pool:
     A query runs on one thread, so that rows come in the same order every time. NaN in a metadata column is null there.
     Raises PromptError.
     """
+    return _read_pool(source, stamp(source))
+
+
+Stamp = tuple[int, int] | None
+"""Time and size of a file; None for a query or for tasks that are made. While it is the same, so are the rows."""
+
+
+def stamp(source: str) -> Stamp:
+    """Raises PromptError for a source that is neither a query, nor tasks to make, nor a file of a known kind."""
     if _QUERY.match(source) or source.startswith(_GYM):
-        return _read_pool(source, None)
+        return None
     path = Path(source)
     if path.suffix.lower() not in _READERS:
         raise PromptError(
-            f"prompts from {source!r}: expected a {', '.join(_READERS)} file, a query that starts with SELECT, FROM or "
+            f"rows from {source!r}: expected a {', '.join(_READERS)} file, a query that starts with SELECT, FROM or "
             f"WITH, or {_GYM}TASK?size=...&seed=..."
         )
     try:
         stat = path.stat()
     except OSError as error:
         raise PromptError(
-            f"no prompt file at {path} (seen from {Path.cwd()}): {error.strerror}; correct the path that the "
+            f"no file at {path} (seen from {Path.cwd()}): {error.strerror}; correct the path that the "
             f"configuration names"
         ) from None
-    return _read_pool(source, (stat.st_mtime_ns, stat.st_size))
+    return stat.st_mtime_ns, stat.st_size
+
+
+def read_rows(source: str) -> Iterable[dict[str, Any]]:
+    """The rows of a source that `stamp` accepts, in order. Raises PromptError."""
+    if source.startswith(_GYM):
+        return _make_tasks(source)
+    return _run_query(source) if _QUERY.match(source) else _READERS[Path(source).suffix.lower()](Path(source))
 
 
 @lru_cache(maxsize=4)
-def _read_pool(source: str, unchanged: tuple[int, int] | None) -> Pool:
-    if unchanged is not None:
-        rows = _READERS[Path(source).suffix.lower()](Path(source))
-    else:
-        rows = _make_tasks(source) if source.startswith(_GYM) else _run_query(source)
-    prompts = tuple(_parse(source, number, row) for number, row in enumerate(rows, start=1))
+def _read_pool(source: str, unchanged: Stamp) -> Pool:
+    prompts = tuple(_parse(source, number, row) for number, row in enumerate(read_rows(source), start=1))
     if not prompts:
         raise PromptError(f"{source} holds no prompt; give it at least prompts.per_iteration rows")
     first: dict[str, int] = {}

@@ -54,6 +54,7 @@ def score(at: At, rollouts: Committed) -> Committed:
             "layout": [config.train.minibatch_size, config.train.micro_batch_size, config.advantages.max_staleness],
             "estimator": config.advantages.estimator,
             "old_logp": config.advantages.old_logp,
+            "exact_kl": config.advantages.exact_kl == "reward",
         },
         version=version,
         inputs=[prompts_of(at, rollouts), rollouts],
@@ -84,10 +85,11 @@ def rewards_section(config: Config) -> list[dict[str, Any]]:
 @dataclass(frozen=True)
 class _Forwards:
     """By row, in the order of the rollouts; `bootstrap_value` [B] is the value after the last token. Values are None
-    without a critic, `learner_logp` where the engine's log-probs stand for it."""
+    without a critic, `learner_logp` where the engine's log-probs stand for it, `exact_kl` where it isn't asked for."""
 
     learner_logp: list[np.ndarray] | None
     ref_logp: list[np.ndarray]
+    exact_kl: list[np.ndarray] | None
     value: list[np.ndarray] | None
     bootstrap_value: np.ndarray | None
 
@@ -95,7 +97,7 @@ class _Forwards:
 def _score(staging: Staging, held: Warm) -> Result:
     rollouts = staging.read("rollouts")
     if rollouts.num_rows == 0:
-        _write(staging, held, rollouts, {}, _Forwards([], [], None, None))
+        _write(staging, held, rollouts, {}, _Forwards([], [], None, None, None))
         return Result(rows_used=0)
     scorers = held.reward_scorers()
     on_device = [s for s in scorers if s.source.kind.runs_on_device]
@@ -227,6 +229,12 @@ def _run_forwards(rollouts: pa.Table, dropped: list[bool], staging: Staging, hel
     settings = staging.config.advantages
     recomputed, has_critic = settings.old_logp == "learner", settings.estimator.has_critic
     learner_logp = value = bootstrap_value = None
+    if settings.exact_kl == "reward":
+        learner, reference = held.learner(staging.version), held.reference()
+        learner_logp, ref_logp, exact_kl = learner.exact_kl(reference, sequences, layout)
+        report(StageName.SCORE, 2 * rollouts.num_rows // 3, rollouts.num_rows, "learner and reference")
+        value, bootstrap_value = learner.values(sequences, layout) if has_critic else (None, None)
+        return _Forwards(learner_logp, ref_logp, exact_kl, value, bootstrap_value)
     if recomputed and has_critic:
         learner_logp, value, bootstrap_value = held.learner(staging.version).logp_and_values(sequences, layout)
     elif recomputed:
@@ -236,7 +244,7 @@ def _run_forwards(rollouts: pa.Table, dropped: list[bool], staging: Staging, hel
     report(StageName.SCORE, 2 * rollouts.num_rows // 3, rollouts.num_rows, "learner")
     ref_logp = held.reference().logp(sequences, layout)
     report(StageName.SCORE, rollouts.num_rows, rollouts.num_rows, "reference")
-    return _Forwards(learner_logp, ref_logp, value, bootstrap_value)
+    return _Forwards(learner_logp, ref_logp, None, value, bootstrap_value)
 
 
 def _write(staging: Staging, held: Warm, rollouts: pa.Table, scores: dict[str, Scores], forwards: _Forwards) -> None:
@@ -271,6 +279,7 @@ def _write(staging: Staging, held: Warm, rollouts: pa.Table, scores: dict[str, S
             "policy_version": rollouts["policy_version"],
             "learner_logp": nothing if forwards.learner_logp is None else forwards.learner_logp,
             "ref_logp": forwards.ref_logp,
+            "exact_kl": nothing if forwards.exact_kl is None else forwards.exact_kl,
             "value": nothing if forwards.value is None else forwards.value,
             "bootstrap_value": nothing
             if forwards.bootstrap_value is None

@@ -28,7 +28,7 @@ FROM_ROLLOUTS = [
     "terminated",
     "truncated",
 ]
-FROM_FORWARDS = ["learner_logp", "ref_logp", "value", "bootstrap_value"]
+FROM_FORWARDS = ["learner_logp", "ref_logp", "exact_kl", "value", "bootstrap_value"]
 
 
 def scored_samples(staging: Staging) -> Iterator[pa.Table]:
@@ -52,6 +52,8 @@ def scored_samples(staging: Staging) -> Iterator[pa.Table]:
             _require_values(samples, dropped)
         if staging.config.advantages.old_logp == "learner":
             _refuse(samples["learner_logp"].is_null(), samples, "has no learner_logp; run score again")
+        if staging.config.advantages.exact_kl == "reward":
+            _refuse(samples["exact_kl"].is_null(), samples, "has no exact_kl; run score again")
         samples = samples.append_column("outcome_raw", outcome).append_column("dropped", dropped)
         if any(source.kind.rewards_tokens for source in staging.config.rewards):
             samples = samples.append_column("process_reward", _process_rewards(rollouts, own))

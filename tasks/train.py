@@ -8,6 +8,7 @@ from tasks.carried import KL_CONTROL, observed_kl
 from tasks.engines.learner import Learner
 from tasks.engines.warm import warm
 from tasks.models.state import prune
+from tasks.pretraining_texts import pretraining_texts
 from tasks.stage import At, Committed, Result, Staging, run_stage
 
 ADVANTAGES_READ = {"estimator", "whiten", "kl_in", "kl_estimator", *KL_CONTROL}
@@ -35,7 +36,11 @@ def train(at: At, rollouts: Committed, experience: Committed) -> Committed:
         section=section,
         version=experience.policy_version,
         inputs=[rollouts, experience],
-        identity={"policy": warm(at).policy_digest(experience.policy_version)},
+        identity={
+            "policy": warm(at).policy_digest(experience.policy_version),
+            **({"reference": warm(at).reference_digest} if config.advantages.exact_kl == "loss" else {}),
+            **({} if (texts := pretraining_texts(config)) is None else {"ptx": texts.digest}),
+        },
     )
     # Only now: until the stage is committed, the version before may have to be trained from again.
     prune(at.run.folder / "learner", config.checkpoint.keep)
@@ -50,8 +55,9 @@ def _update(staging: Staging) -> Result:
     parent, settings = learner.actor_digest(), staging.config.advantages
     before = learner.carried.kl_coef_under(settings)
     penalty_before = learner.carried.penalty_coef_under(staging.config.train)
+    reference = held.reference() if settings.exact_kl == "loss" else None
     try:
-        update = learner.update(staging.read("rollouts"), experience, staging.config, at.iteration)
+        update = learner.update(staging.read("rollouts"), experience, staging.config, at.iteration, reference)
     except BaseException:
         held.discard_learner()  # its weights belong to no version
         raise

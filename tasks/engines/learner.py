@@ -23,15 +23,17 @@ from tasks.carried import Carried
 from tasks.engines.zero import ZeroEngine
 from tasks.lake.storage import LakeError
 from tasks.models import state
-from tasks.models.loading import ActorCritic, Critic, Policy, autocast, device, policy_logp
+from tasks.models.loading import ActorCritic, Critic, FrozenPolicy, Policy, autocast, device, policy_logp
 from tasks.models.sequences import Batch, RowIndices, Sequences, batch, layout, micro_batches, ragged
 from tasks.models.trained import open_critic, open_policy
 from tasks.models.weights import tensors_digest
+from tasks.ppo.finite import valid
 from tasks.ppo.kl import KlEstimator, reference_kl_loss
 from tasks.ppo.losses import PolicyLoss, loss_denominator, reduce_loss, value_loss
 from tasks.ppo.metrics import approx_kl, explained_variance, masked_mean, ratio_metrics, ref_kl
 from tasks.ppo.objectives import policy_loss, time_weights
 from tasks.ppo.whitening import moments, whiten
+from tasks.pretraining_texts import ptx_sequences
 from tasks.progress import report
 
 APPROX_KL = KlEstimator.K3
@@ -125,6 +127,7 @@ class _Minibatch:
     values: int
     config: Config
     critic_only: bool
+    reference: FrozenPolicy | None
 
 
 @dataclass
@@ -225,14 +228,42 @@ class Learner:
 
         return logp, *_values(forward, self.policy.dtype, sequences, layout)
 
+    @torch.no_grad()
+    def exact_kl(
+        self, reference: FrozenPolicy, sequences: Sequences, layout: list[RowIndices]
+    ) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
+        """Log-probs of this policy and of the reference, as `logp` gives them, and the exact KL(policy || reference) of
+        the distributions that every response token was drawn from, in nats; float32, by row."""
+        empty: list[np.ndarray] = [np.empty(0, np.float32)] * len(sequences)
+        logp, ref_logp, kl = empty, list(empty), list(empty)
+        with autocast(self.policy.dtype):
+            for rows in layout:
+                micro = batch(sequences, rows, device())
+                of_reference = reference.distributions(micro)
+                scored = micro.input_ids_BL, micro.score_at_N, micro.targets_N
+                logp_N, *_, kl_N = self._actor_engine(*scored, reference=of_reference)
+                ref_logp_N, _ = reference.policy.of_targets(of_reference, micro.targets_N)
+                for of_rows, of_tokens in ((logp, logp_N), (ref_logp, ref_logp_N), (kl, kl_N)):
+                    for row, of_row in zip(rows, micro.split(of_tokens), strict=True):
+                        of_rows[row] = of_row
+        return logp, ref_logp, kl
+
     # Update
 
-    def update(self, rollouts: pa.Table, experience: pa.Table, config: Config, iteration: int) -> Update:
+    def update(
+        self,
+        rollouts: pa.Table,
+        experience: pa.Table,
+        config: Config,
+        iteration: int,
+        reference: FrozenPolicy | None = None,
+    ) -> Update:
         """Trains on the rows that aren't dropped: epochs of seeded minibatches, one optimizer step each.
 
         Stops before the first step whose approximate KL passes `train.target_kl`. A minibatch whose loss or gradient is
         not finite is skipped: weights and moments stay as they are. The version rises where a step was applied, be it
-        to the critic alone (`train.critic_warmup_iterations`): it names the whole state.
+        to the critic alone (`train.critic_warmup_iterations`): it names the whole state. `reference` is read for the
+        exact KL in the loss alone.
         """
         sequences, data, kept, sample_ids = _join(rollouts, experience, self.has_values)
         train = config.train
@@ -254,7 +285,8 @@ class Learner:
                     "sample_ids": [sample_ids[i] for i in rows],
                 }
                 own = data.whitened(rows) if config.advantages.whiten == "minibatch" else data
-                seen = self._accumulate(sequences, own, micros, config, critic_only)
+                row |= self._pretrain(config, iteration, step) if not critic_only else _NO_PTX
+                seen = self._accumulate(sequences, own, micros, config, critic_only, reference)
                 row |= _metrics(seen, own, rows, train)
                 row["time_discount"] = config.advantages.gamma if train.time_weight else None
                 row["value_coef"] = train.value_coef if self.shares_backbone else None
@@ -289,15 +321,40 @@ class Learner:
         new_logp = torch.from_numpy(np.concatenate([logp[i] for i in kept])).to(device())
         return approx_kl(new_logp, data.tokens("old_logp", kept), data.tokens("action_mask", kept), APPROX_KL)
 
+    def _pretrain(self, config: Config, iteration: int, step: int) -> dict[str, Any]:
+        """Adds the gradient of the PTX loss, one mean over all tokens of the step's texts, and says what it was.
+
+        Source: Ouyang et al. 2022, "Training language models to follow instructions with human feedback", section 3.4,
+        equation 2.
+        """
+        if (drawn := ptx_sequences(config, iteration, step)) is None or config.train.ptx_coef is None:
+            return _NO_PTX
+        rows, texts = drawn
+        total, tokens = 0.0, sum(len(ids) for ids in texts.response_ids)
+        with autocast(self.policy.dtype if config.train.zero_stage < 3 else torch.float32):
+            for micro_rows in micro_batches(range(len(texts)), texts.lengths, config.train.micro_batch_size):
+                micro = batch(texts, micro_rows, device())
+                logp, *_ = self._actor_engine(micro.input_ids_BL, micro.score_at_N, micro.targets_N)
+                loss = -config.train.ptx_coef * logp.sum() / tokens
+                self._actor_engine.backward(loss, last=False)
+                total += loss.item()
+        return {"ptx_loss": _finite(total), "ptx_rows": rows}
+
     def _accumulate(
-        self, sequences: Sequences, data: _Experience, micros: list[RowIndices], config: Config, critic_only: bool
+        self,
+        sequences: Sequences,
+        data: _Experience,
+        micros: list[RowIndices],
+        config: Config,
+        critic_only: bool,
+        reference: FrozenPolicy | None,
     ) -> list[_Seen]:
         """Adds up the gradients of a minibatch, micro-batch by micro-batch, under one denominator each."""
         train = config.train
         batches = [batch(sequences, rows, device()) for rows in micros]
         masks = [[b.padded(data.tokens(n, b.rows)) for b in batches] for n in ("action_mask", "value_mask")]
         actions, values = (sum(loss_denominator(m, train.loss_reduction) for m in of_kind) for of_kind in masks)
-        minibatch = _Minibatch(data, actions, values, config, critic_only)
+        minibatch = _Minibatch(data, actions, values, config, critic_only, reference)
         seen = []
         keep_casts = autocast(self.policy.dtype if train.zero_stage < 3 else torch.float32)
         with keep_casts:
@@ -311,9 +368,14 @@ class Learner:
     ) -> _Seen:
         """Forward and backward of one micro-batch. Losses work on padded [B, T], what is recorded on flat [N]."""
         with torch.set_grad_enabled(not minibatch.critic_only):
-            new_logp, entropy, *values = self._actor_engine(micro.input_ids_BL, micro.score_at_N, micro.targets_N)
+            scored = micro.input_ids_BL, micro.score_at_N, micro.targets_N
+            if minibatch.reference is None:
+                (new_logp, entropy, *values), exact_kl = self._actor_engine(*scored), None
+            else:
+                of_reference = minibatch.reference.distributions(micro)
+                new_logp, entropy, *values, exact_kl = self._actor_engine(*scored, reference=of_reference)
             if new_logp.isfinite().all():
-                policy, losses = self._policy_losses(micro, new_logp, entropy, action_mask, minibatch)
+                policy, losses = self._policy_losses(micro, new_logp, entropy, exact_kl, action_mask, minibatch)
                 loss = torch.stack([POLICY_LOSSES[name] * part for name, part in losses.items()]).sum()
                 ratio, clipped = policy.ratio[micro.mask_BT], policy.clipped[micro.mask_BT]
             else:
@@ -340,7 +402,13 @@ class Learner:
         )
 
     def _policy_losses(
-        self, micro: Batch, new_logp: Tensor, entropy: Tensor, mask: Tensor, minibatch: _Minibatch
+        self,
+        micro: Batch,
+        new_logp: Tensor,
+        entropy: Tensor,
+        exact_kl: Tensor | None,
+        mask: Tensor,
+        minibatch: _Minibatch,
     ) -> tuple[PolicyLoss, dict[str, Tensor]]:
         """The objective by token, and the micro-batch's part of every loss of the policy.
 
@@ -364,7 +432,10 @@ class Learner:
         policy = policy_loss(new, old_logp, advantage, mask, train, penalty_coef=penalty_coef)
         losses = {"policy_loss": reduced(policy.loss * weight)}
         if settings.kl_in == "loss":
-            kl = reference_kl_loss(new, old_logp, sampled_kl, mask, KlEstimator(settings.kl_estimator))
+            if exact_kl is None:
+                kl = reference_kl_loss(new, old_logp, sampled_kl, mask, KlEstimator(settings.kl_estimator))
+            else:
+                kl = valid("exact_kl", micro.padded(exact_kl), mask)
             losses["kl_loss"] = self.carried.kl_coef_under(settings) * reduced(kl)
         if train.entropy_coef:
             losses["entropy_bonus"] = train.entropy_coef * reduced(micro.padded(entropy))
@@ -499,6 +570,9 @@ class Learner:
         """Frees the engines; the learner can't be used any more."""
         for _, engine, _ in self._parts():
             engine.close()
+
+
+_NO_PTX: dict[str, Any] = {"ptx_loss": None, "ptx_rows": None}
 
 
 def _value_head(policy: Policy, critic: Critic | None) -> nn.Linear | None:

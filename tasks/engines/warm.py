@@ -136,18 +136,21 @@ class Warm:
             manifest = self._trained(learner.version + 1)
             log.info("rebuilding policy version %d from the stored experience", manifest.policy_version_out)
             k = manifest.iteration
+            then = self.run.home(k, StageName.TRAIN).config_at(k)
             learner.update(
                 self.run.read(self.run.committed(k, StageName.ROLLOUT), "rollouts"),
                 self.run.read(self.run.committed(k, StageName.ADVANTAGES), "experience"),
-                self.run.home(k, StageName.TRAIN).config_at(k),
+                then,
                 k,
+                self.reference() if then.advantages.exact_kl == "loss" else None,
             )
             rebuilt = learner.actor_digest(), learner.critic_digest(), learner.carried.facts()
             if rebuilt != tuple(manifest.facts[name] for name in ("actor_digest", "critic_digest", "carried")):
                 raise StageError(
                     f"rebuilding policy version {manifest.policy_version_out} of run {self.run.run_id} gave other "
                     f"weights than were recorded; this machine or its packages differ from those that trained it "
-                    f"({manifest.device}, {manifest.packages}); restore a saved learner state, or those packages"
+                    f"({manifest.device}, {manifest.packages}), or the texts of train.ptx_source have changed; restore "
+                    f"a saved learner state, or those packages and texts"
                 )
         return learner
 

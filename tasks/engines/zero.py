@@ -84,8 +84,8 @@ class ZeroEngine:
             self.engine.enable_backward_allreduce = False  # saves three passes over the gradients
         self.steps = steps
 
-    def __call__(self, *inputs: Tensor) -> Any:
-        return self.engine(*inputs)
+    def __call__(self, *inputs: Tensor, **options: Any) -> Any:
+        return self.engine(*inputs, **options)
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """Adds the gradient of a part of the loss; `last` where no other part follows before the step."""

@@ -14,9 +14,9 @@ from schemas.ids import derive_seed
 from tasks.lake.storage import LakeError
 from tasks.models import attention
 from tasks.models.linear import Linear
-from tasks.models.logprobs import token_logprobs
+from tasks.models.logprobs import Distributions, exact_kl, token_logprobs
 from tasks.models.samples import resolve
-from tasks.models.sequences import RowIndices, Sequences, batch
+from tasks.models.sequences import Batch, RowIndices, Sequences, batch
 from tasks.models.weights import weight_files
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -171,19 +171,20 @@ class _TokenHead(nn.Module):
         self.embedding = (embedding,)  # in a tuple: it stays a parameter of the language model alone
 
     def forward(
-        self, hidden_NH: Tensor, targets_N: Tensor, temperature: float, vocab_size: int, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        hidden_NH: Tensor,
+        targets_N: Tensor,
+        temperature: float,
+        vocab_size: int,
+        dtype: torch.dtype,
+        reference: Distributions | None = None,
+    ) -> tuple[Tensor, ...]:
         (embedding,) = self.embedding
+        of = Distributions(hidden_NH, embedding.weight, embedding.bias)
+        options: Any = {"temperature": temperature, "vocab_size": vocab_size, "dtype": dtype}
         with torch.autocast(hidden_NH.device.type, enabled=False):
-            return token_logprobs(
-                hidden_NH,
-                embedding.weight,
-                embedding.bias,
-                targets_N,
-                temperature=temperature,
-                vocab_size=vocab_size,
-                dtype=dtype,
-            )
+            scored = token_logprobs(of.hidden_NH, of.weight, of.bias, targets_N, **options)
+            return scored if reference is None else (*scored, exact_kl(of, reference, **options))
 
 
 class Policy(nn.Module):
@@ -198,14 +199,30 @@ class Policy(nn.Module):
         self.dtype = compute_dtype(config)
         _choose_attention(model, self.dtype)
 
-    def forward(self, input_ids_BL: Tensor, score_at_N: Tensor, targets_N: Tensor) -> tuple[Tensor, ...]:
-        """Log-prob and entropy of every response token [N], in nats, float32; see `sequences.Batch`."""
+    def forward(
+        self, input_ids_BL: Tensor, score_at_N: Tensor, targets_N: Tensor, *, reference: Distributions | None = None
+    ) -> tuple[Tensor, ...]:
+        """Log-prob and entropy of every response token [N], in nats, float32; see `sequences.Batch`. With the
+        distributions of a reference the exact KL to them comes last."""
         hidden_PH = _hidden(self.model.base_model, input_ids_BL, self.dtype).flatten(0, 1)
-        return self._score(hidden_PH, score_at_N, targets_N)
+        return self._score(hidden_PH, score_at_N, targets_N, reference)
 
-    def _score(self, hidden_PH: Tensor, score_at_N: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+    def _score(
+        self, hidden_PH: Tensor, score_at_N: Tensor, targets_N: Tensor, reference: Distributions | None
+    ) -> tuple[Tensor, ...]:
         hidden_NH = hidden_PH.index_select(0, score_at_N)
-        return self.head(hidden_NH, targets_N, self.temperature, self.vocab_size, self.dtype)
+        return self.head(hidden_NH, targets_N, self.temperature, self.vocab_size, self.dtype, reference)
+
+    @torch.no_grad()
+    def distributions(self, input_ids_BL: Tensor, score_at_N: Tensor) -> Distributions:
+        """Those of every response token, for a policy whose weights are whole (no ZeRO-3)."""
+        hidden_PH = _hidden(self.model.base_model, input_ids_BL, self.dtype).flatten(0, 1)
+        embedding = self.model.get_output_embeddings()
+        return Distributions(hidden_PH.index_select(0, score_at_N), embedding.weight, embedding.bias)
+
+    def of_targets(self, of: Distributions, targets_N: Tensor) -> tuple[Tensor, ...]:
+        """What `forward` gives, from distributions that it would make."""
+        return self.head(of.hidden_NH, targets_N, self.temperature, self.vocab_size, self.dtype)
 
 
 class ActorCritic(Policy):
@@ -216,12 +233,20 @@ class ActorCritic(Policy):
         self.value_head = _aligned(value_head).to(device())
 
     def forward(
-        self, input_ids_BL: Tensor, score_at_N: Tensor, targets_N: Tensor, value_at_M: Tensor | None = None
+        self,
+        input_ids_BL: Tensor,
+        score_at_N: Tensor,
+        targets_N: Tensor,
+        value_at_M: Tensor | None = None,
+        *,
+        reference: Distributions | None = None,
     ) -> tuple[Tensor, ...]:
-        """As the policy's, and values float32 [M] at the flat positions `value_at_M`, or [N] at `score_at_N`."""
+        """As the policy's, with values float32 [M] at the flat positions `value_at_M`, or [N] at `score_at_N`, in the
+        third place."""
         hidden_PH = _hidden(self.model.base_model, input_ids_BL, self.dtype).flatten(0, 1)
-        logp_N, entropy_N = self._score(hidden_PH, score_at_N, targets_N)
-        return logp_N, entropy_N, _values(self.value_head, hidden_PH, score_at_N if value_at_M is None else value_at_M)
+        logp_N, entropy_N, *kl_N = self._score(hidden_PH, score_at_N, targets_N, reference)
+        values = _values(self.value_head, hidden_PH, score_at_N if value_at_M is None else value_at_M)
+        return logp_N, entropy_N, values, *kl_N
 
 
 class Critic(nn.Module):
@@ -292,6 +317,10 @@ class FrozenPolicy:
         `layout` names the micro-batches; give the learner's, so that both round alike.
         """
         return policy_logp(self.policy, self.policy, sequences, layout)
+
+    def distributions(self, micro: Batch) -> Distributions:
+        """What every response token of a micro-batch was drawn from, for `Policy.forward` to hold against its own."""
+        return self.policy.distributions(micro.input_ids_BL, micro.score_at_N)
 
 
 def _halve(policy: Policy) -> None:

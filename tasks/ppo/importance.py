@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tasks.ppo.finite import valid
-from tasks.ppo.losses import log_ratio
+from tasks.ppo.losses import LOG_RATIO_BOUND, log_ratio
 from tasks.ppo.ragged import Rows
 
 
@@ -53,8 +53,8 @@ def engine_gap(learner_logp: Tensor, behavior_logp: Tensor, mask: Tensor) -> Eng
     if not mask.any():
         return EngineGap()
     difference = valid("learner_logp", learner_logp, mask) - valid("behavior_logp", behavior_logp, mask)
-    gap = difference[mask].double().abs()
-    weight = log_ratio(learner_logp, behavior_logp, mask)[mask].double().exp()
+    counted = difference[mask].double()
+    gap, weight = counted.abs(), counted.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
     return EngineGap(len(gap), gap.sum().item(), gap.max().item(), weight.sum().item(), weight.square().sum().item())
 
 

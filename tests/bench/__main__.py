@@ -1,16 +1,17 @@
 """`make bench`: what the project promises about speed, measured here and now. Ratios within one run are what counts.
 
-python -m tests.bench [iteration] [tiny] [advantages] [lake] [rewards]      all of them if none is named
+python -m tests.bench [iteration] [tiny] [advantages] [vocabulary] [lake] [rewards]      all of them if none is named
 """
 
 import sys
 
-from tests.bench import advantages, iteration, lake, rewards, tiny
+from tests.bench import advantages, iteration, lake, rewards, tiny, vocabulary
 
 BENCHES = {
     "iteration": iteration.main,
     "tiny": tiny.main,
     "advantages": advantages.main,
+    "vocabulary": vocabulary.main,
     "lake": lake.main,
     "rewards": rewards.main,
 }

@@ -83,6 +83,7 @@ def shard(index: int, num_tokens: int, response_len: int) -> tuple[dict[str, Any
         "status": ["ok"] * rows,
         "detail": [None] * rows,
         "process": [None] * rows,
+        "members": pa.nulls(rows, TABLES["rewards"]["members"].type),
         "seconds": value * 0,
     }
     forwards = {
@@ -90,6 +91,7 @@ def shard(index: int, num_tokens: int, response_len: int) -> tuple[dict[str, Any
         "policy_version": versions,
         "learner_logp": ragged("forwards.learner_logp", logp[1], lengths),
         "ref_logp": ragged("forwards.ref_logp", logp[2], lengths),
+        "exact_kl": pa.nulls(rows, TABLES["forwards"]["exact_kl"].type),
         "value": ragged("forwards.value", rng.normal(size=tokens).astype(np.float32), lengths),
         "bootstrap_value": pa.array(value, mask=~truncated),
         "learner_digest": ["a"] * rows,

@@ -230,6 +230,28 @@ def test_updates_stop_before_the_step_that_passes_the_target_kl(open_learner, tr
     assert one.actor_digest() == learner.actor_digest()
 
 
+@pytest.mark.parametrize(("kls", "stops"), [((0.05, 0.35), True), ((0.05, 0.20), False)])
+def test_s61_the_mean_over_all_parts_of_a_minibatch_decides_whether_to_stop(
+    open_learner, training_data, make_config, kls, stops
+):
+    """Two parts of one action each, whose own KLs lie on both sides of 0.15: their mean, 0.20 or 0.125, decides."""
+    config = make_config(train={"minibatch_size": 2, "micro_batch_size": 1, "target_kl": 0.15})
+    learner = open_learner(config)
+    data = training_data(learner, config, rows=2)
+    moves = np.sqrt(2 * np.array(kls))
+    for _ in range(9):  # Newton's method for k3(move) = exp(move) - 1 - move = kl
+        moves -= (np.exp(moves) - 1 - moves - kls) / (np.exp(moves) - 1)
+    old = data.experience["old_logp"].to_pylist()
+    experience = changed(
+        data,
+        old_logp=[[x - move for x in row] for row, move in zip(old, moves, strict=True)],
+        action_mask=[[t == 0 for t in range(len(row))] for row in old],
+    )
+    updates = learner.update(data.rollouts, experience, config, 0).updates
+    assert updates["approx_kl"] == pytest.approx([sum(kls) / 2], abs=1e-5)
+    assert updates["stopped_early"] == [stops]
+
+
 def test_gradients_are_clipped_for_each_model_apart(open_learner, training_data, make_config):
     """With eps = 1 far above any moment Adam is nearly plain momentum, so that a clipped gradient moves less."""
     moved = {}

@@ -1,11 +1,14 @@
 """Every loss the learner knows, against autograd of the formula written out over transformers' own forward."""
 
+import json
+
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
 
-from tasks.models.sequences import Sequences
+from tasks.models.loading import FrozenPolicy, load_tokenizer
+from tasks.models.sequences import Sequences, score_layout
 
 
 def moved(data, **columns):
@@ -152,6 +155,37 @@ def test_the_kl_in_the_loss_has_the_gradient_of_its_estimator(
     assert updates["actor_grad_norm"][0] == pytest.approx(norm, rel=1e-5)
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_exact_kl_in_the_loss_has_its_true_gradient(open_learner, training_data, make_config, tiny_llama, stage):
+    """From a policy that a first update has moved off the reference; without an advantage the KL alone remains."""
+    first = make_config(train={"minibatch_size": 10})
+    config = make_config(
+        advantages={"kl_in": "loss", "kl_coef": 0.7, "kl_estimator": "exact"},
+        train={"minibatch_size": 10, "micro_batch_size": 3, "zero_stage": stage},
+    )
+    reference, moved_off, learner = FrozenPolicy.load(tiny_llama, config), open_learner(first), open_learner(config)
+    data = training_data(moved_off, first)
+    for one in (moved_off, learner):
+        one.update(data.rollouts, data.experience, first, 0)
+    flat = [[0.0] * len(row) for row in data.experience["advantage"].to_pylist()]
+    experience = moved(data, advantage=flat)
+    rows = Sequences.from_table(data.rollouts)
+    log_qs = iter(
+        [
+            reference.policy.model(torch.from_numpy(np.concatenate([p, r]))[None])
+            .logits[0, len(p) - 1 : -1, :259]
+            .log_softmax(-1)
+            for p, r in zip(rows.prompt_ids, rows.response_ids, strict=True)
+        ]
+    )
+    value, norm = written_out(
+        moved_off, data, experience, lambda log_p, *row: 0.7 * (log_p.exp() * (log_p - next(log_qs))).sum(-1)
+    )
+    updates = learner.update(data.rollouts, experience, config, 1, reference).updates
+    assert updates["kl_loss"] == pytest.approx([value], rel=1e-4)
+    assert updates["actor_grad_norm"] == pytest.approx([norm], rel=1e-4)
+
+
 def test_the_kl_in_the_loss_alone_pulls_the_policy_back_to_the_reference(open_learner, training_data, make_config):
     config = make_config(
         advantages={"kl_in": "loss", "kl_coef": 1.0, "kl_estimator": "k2"},
@@ -237,12 +271,71 @@ def test_weights_of_tokens_samples_and_time_multiply_the_policy_loss_alone(open_
     assert updates["time_discount"] == pytest.approx([0.9])
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_exact_kl_to_the_reference_is_that_of_dense_distributions(
+    open_learner, training_data, make_config, tiny_llama, stage
+):
+    """Before the first update 0 at every token, after it positive; log-probs are those of `logp` to the bit."""
+    config = make_config(
+        rollout={"temperature": 0.7}, train={"minibatch_size": 10, "zero_stage": stage}, evaluate={"source": None}
+    )
+    learner, reference = open_learner(config), FrozenPolicy.load(tiny_llama, config)
+    data = training_data(learner, config)
+    sequences = Sequences.from_table(data.rollouts)
+    layout = score_layout(sequences, [False] * 10, config, 0)
+    assert not np.concatenate(learner.exact_kl(reference, sequences, layout)[2]).any()
+    learner.update(data.rollouts, data.experience, config, 0)
+    logp, ref_logp, kl = learner.exact_kl(reference, sequences, layout)
+    for found, expected in ((logp, learner.logp(sequences, layout)), (ref_logp, reference.logp(sequences, layout))):
+        np.testing.assert_array_equal(np.concatenate(found), np.concatenate(expected))
+    assert all(len(row) == len(r) for row, r in zip(kl, sequences.response_ids, strict=True))
+    if stage == 3:
+        return
+    for p, r, of_row in zip(sequences.prompt_ids, sequences.response_ids, kl, strict=True):
+        ids = torch.from_numpy(np.concatenate([p, r]))[None]
+        log_p, log_q = (
+            (m(ids).logits[0, len(p) - 1 : -1, :259] / 0.7).log_softmax(-1).detach()
+            for m in (learner.policy.model, reference.policy.model)
+        )
+        np.testing.assert_allclose(of_row, (log_p.exp() * (log_p - log_q)).sum(-1), atol=1e-5)
+        assert of_row.min() > 0
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_ptx_adds_one_mean_over_the_tokens_of_the_steps_texts(
+    open_learner, training_data, make_config, tmp_path, stage
+):
+    """Without an advantage the gradient is that of the texts alone, however they are split into micro-batches."""
+    texts = ["a short text", "xy", "and one that is longer than the others and cut"]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    ptx = {"ptx_source": str(tmp_path / "texts.jsonl"), "ptx_coef": 0.5, "ptx_batch": [3, 20]}
+    config = make_config(train={"minibatch_size": 10, "micro_batch_size": 2, "zero_stage": stage, "epochs": 2, **ptx})
+    learner = open_learner(config)
+    data = training_data(learner, config)
+    flat = [[0.0] * len(row) for row in data.experience["advantage"].to_pylist()]
+    experience = moved(data, advantage=flat)
+    tokenizer = load_tokenizer(config.models.policy)
+    total, tokens = torch.tensor(0.0), 0
+    for text in texts:
+        ids = torch.tensor(tokenizer.encode(text)[:20])
+        log_p = torch.log_softmax(learner.policy.model(ids[None]).logits[0, :-1, :259], -1)
+        total, tokens = total - log_p.gather(-1, ids[1:, None]).sum(), tokens + len(ids) - 1
+    loss = 0.5 * total / tokens
+    gradients = torch.autograd.grad(loss, list(learner.policy.model.parameters()))
+    norm = torch.stack([g.norm() for g in gradients]).norm().item()
+    updates = learner.update(data.rollouts, experience, config, 0).updates
+    assert sorted(updates["ptx_rows"][0]) == sorted(updates["ptx_rows"][1]) == [1, 2, 3]
+    assert updates["ptx_loss"][0] == pytest.approx(loss.item(), rel=1e-5)
+    assert updates["ptx_loss"][1] < updates["ptx_loss"][0]  # it is learned
+    assert updates["actor_grad_norm"][0] == pytest.approx(norm, rel=1e-5)
+
+
 def test_losses_that_are_not_asked_for_are_absent(open_learner, training_data, make_config):
     config = make_config()
     learner = open_learner(config)
     data = training_data(learner, config)
     updates = learner.update(data.rollouts, data.experience, config, 0).updates
-    for name in ("kl_loss", "entropy_bonus", "sampled_entropy_bonus", "time_discount"):
+    for name in ("kl_loss", "entropy_bonus", "sampled_entropy_bonus", "time_discount", "ptx_loss", "ptx_rows"):
         assert updates[name] == [None] * 3
 
 

@@ -38,6 +38,7 @@ def forwards(logp: list[Any], **changes: Any) -> pa.Table:
         "policy_version": pa.array([0] * rows, INT32),
         "learner_logp": logp,
         "ref_logp": logp,
+        "exact_kl": pa.nulls(rows, FORWARDS["exact_kl"].type),
         "value": logp,
         "bootstrap_value": pa.array([None] * rows, FLOAT32),
         "learner_digest": ["l"] * rows,

@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tasks.models.logprobs import token_logprobs
+from tasks.models.logprobs import Distributions, exact_kl, token_logprobs
 
 F32 = torch.float32
 
@@ -91,6 +91,55 @@ def test_the_entropy_of_a_certain_token_has_no_gradient_and_no_nan():
     )
     (gradient,) = torch.autograd.grad(entropy.sum(), hidden)
     torch.testing.assert_close(gradient, torch.zeros(2, 3), atol=1e-6, rtol=0)
+
+
+def kl_of_logits(p, q, **options):
+    """Where hidden states are the rows of logits themselves."""
+    sides = [Distributions(torch.tensor([logits]), torch.eye(len(logits)), None) for logits in (p, q)]
+    return exact_kl(*sides, **{"temperature": 1.0, "vocab_size": len(p), "dtype": F32, **options}).item()
+
+
+def test_the_exact_kl_by_hand_at_its_temperature_and_over_the_tokenizers_ids():
+    # p = (3/4, 1/4) against (1/2, 1/2): 3/4 log 3/2 + 1/4 log 1/2; at T = 1/2 p = (9/10, 1/10)
+    p, q = [math.log(3), 0.0], [0.0, 0.0]
+    assert kl_of_logits(p, q) == pytest.approx(0.75 * math.log(1.5) + 0.25 * math.log(0.5), abs=1e-6)
+    expected = 0.9 * math.log(1.8) + 0.1 * math.log(0.2)
+    assert kl_of_logits(p, q, temperature=0.5) == pytest.approx(expected, abs=1e-6)
+    assert kl_of_logits([*p, 9.0], [*q, -9.0], vocab_size=2) == pytest.approx(kl_of_logits(p, q), abs=1e-6)
+    assert kl_of_logits([1000.0, 0.0], [0.0, 1000.0]) == pytest.approx(1000.0)
+    assert kl_of_logits([0.3, -5.0], [0.3, -5.0]) == 0.0
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 256])
+def test_the_exact_kl_is_what_k1_is_on_average_and_takes_one_more_chunk(chunk):
+    generator = torch.Generator().manual_seed(0)
+    sides = [Distributions(*(torch.randn(s, generator=generator) for s in ((10, 6), (20, 6), (20,)))) for _ in "pq"]
+    options = {"temperature": 0.7, "vocab_size": 17, "dtype": F32, "chunk": chunk}
+    with LargestTensor() as largest:
+        found = exact_kl(*sides, **options)
+    log_p, log_q = (
+        torch.stack(
+            [token_logprobs(s.hidden_NH, s.weight, s.bias, torch.full((10,), v), **options)[0] for v in range(17)]
+        )
+        for s in sides
+    )
+    torch.testing.assert_close(found, (log_p.exp() * (log_p - log_q)).sum(0))
+    assert largest.bytes <= max(chunk * 17 * 4, 20 * 6 * 4)
+
+
+@pytest.mark.parametrize("chunk", [4, 256])
+def test_the_gradient_of_the_exact_kl_is_that_of_the_dense_one(chunk):
+    generator = torch.Generator().manual_seed(0)
+    of, to = ([torch.randn(s, generator=generator) for s in ((10, 6), (20, 6), (20,))] for _ in "pq")
+    for leaf in of:
+        leaf.requires_grad_()
+    upstream = torch.randn(10, generator=generator)
+    kl = exact_kl(Distributions(*of), Distributions(*to), temperature=0.7, vocab_size=17, dtype=F32, chunk=chunk)
+    log_p, log_q = (torch.log_softmax((h @ w.T + b)[:, :17] / 0.7, -1) for h, w, b in (of, to))
+    dense = (log_p.exp() * (log_p - log_q)).sum(-1)
+    ours, theirs = (torch.autograd.grad(x @ upstream, of) for x in (kl, dense))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
 def test_bfloat16_is_close_and_gives_float32():

@@ -67,6 +67,10 @@ ADAPTIVE = {"kl_controller": "proportional", "kl_target": 6, "kl_horizon": 10000
             {"advantages": {"old_logp": "engine"}, "models": {"compute_dtype": "bfloat16"}},
             'old_logp = "engine".*models.compute_dtype = "bfloat16"',
         ),
+        (
+            {"advantages": {"old_logp": "engine", "kl_estimator": "exact"}},
+            'old_logp = "engine" leaves out.*kl_estimator = "exact" needs.*"k1"',
+        ),
         ({"advantages": {"old_logp": "engine", "importance_cap": 2}}, "leaves out.*advantages.importance_cap"),
         ({"advantages": {"old_logp": "engine", "max_engine_gap": 2}}, "leaves out.*advantages.max_engine_gap"),
         ({"advantages": {"importance_cap": [0.5, 2]}}, "truncate_sequence.*truncates.*one number"),

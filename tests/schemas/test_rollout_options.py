@@ -7,7 +7,7 @@ from schemas.config import RESHAPING, ConfigError, known_keys
 
 
 @pytest.mark.parametrize("key", sorted(RESHAPING))
-def test_what_reshapes_the_sampled_distribution_is_refused_with_the_reason(key: str) -> None:
+def test_s21_what_reshapes_the_sampled_distribution_is_refused_with_the_reason(key: str) -> None:
     with pytest.raises(ConfigError, match=f"rollout.{key} = 0.5 .* biases every ratio"):
         config(rollout={key: 0.5})
 

@@ -39,11 +39,21 @@ PENALTY = {"objective": "kl_penalty", "kl_penalty_coef": 1, "kl_penalty_range": 
         ({"train": {**PENALTY, "kl_penalty_range": [0, 0.1]}}, "kl_penalty_range.*greater than 0"),
         ({"train": {**PENALTY, "ratio": "sequence"}}, "kl_penalty.*every token.*train.ratio"),
         ({"advantages": {"kl_in": "both"}}, "advantages.kl_in.*'reward' or 'loss'"),
-        ({"advantages": {"kl_in": "loss"}}, 'kl_in = "loss".*k2.*k3.*k1 is 0 on average'),
+        ({"advantages": {"kl_in": "loss"}}, 'kl_in = "loss".*k2.*exact.*k3.*k1 is 0 on average'),
         ({"train": {"entropy_coef": -0.1}}, "train.entropy_coef.*greater than or equal to 0"),
         (
             {"train": {"entropy_coef": 0.1, "sampled_entropy_coef": 0.1}},
             "entropy_coef.*sampled_entropy_coef.*one of them to 0",
+        ),
+        (
+            {"train": {"ptx_source": "t.jsonl"}},
+            "ptx_source.*together.*train.ptx_coef, train.ptx_batch is not set.*remove",
+        ),
+        ({"train": {"ptx_coef": 1.0}}, "train.ptx_source, train.ptx_batch is not set"),
+        ({"train": {"ptx_source": "t.jsonl", "ptx_coef": 0, "ptx_batch": [8, 9]}}, "ptx_coef.*greater than 0"),
+        (
+            {"train": {"ptx_source": "t.jsonl", "ptx_coef": 1, "ptx_batch": [8, 1]}},
+            "ptx_batch.*greater than or equal to 2",
         ),
         ({"train": {"time_weight": True}}, "time_weight.*gamma = 1.*gamma below 1"),
         (

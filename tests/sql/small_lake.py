@@ -163,6 +163,7 @@ def _write_iteration(at: At) -> None:
             "policy_version": [version] * len(samples),
             "learner_logp": tokens(-3, 0) if at.config.advantages.old_logp == "learner" else [None] * len(samples),
             "ref_logp": tokens(-3, 0),
+            "exact_kl": tokens(0, 1) if at.config.advantages.exact_kl == "reward" else [None] * len(samples),
             "value": tokens(-1, 1) if has_critic else [None] * len(samples),
             "bootstrap_value": [0.5 if t and has_critic else None for t in truncated],
             "learner_digest": [f"w{version}"] * len(samples),
@@ -195,6 +196,7 @@ def _write_iteration(at: At) -> None:
             "ratio_level": [train.ratio] * 4,
             "time_discount": [at.config.advantages.gamma if train.time_weight else None] * 4,
             "kl_penalty_coef": [before.penalty_coef] * 4,
+            "ptx_rows": [None if train.ptx_batch is None else [1] * train.ptx_batch[0]] * 4,
             "skipped": [False] * 4,
             "stopped_early": [False] * 4,
         }

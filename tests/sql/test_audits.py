@@ -317,6 +317,7 @@ FAULTS: list[tuple[str, Callable[[Path], None]]] = [
     ("objective", row_of("updates", 2, objective="reinforce")),
     ("objective", row_of("updates", 2, ratio_level="sequence")),
     ("objective", row_of("updates", 2, time_discount=0.9)),
+    ("objective", row_of("updates", 2, ptx_rows=[1])),
     ("objective", row_of("updates", 2, kl_penalty_coef=0.1)),
     ("importance_weights", set_in("experience", "engine_log_ratio", lambda x: x + 0.01)),
     ("importance_weights", set_in("experience", "importance_weight", 0.99)),
@@ -528,6 +529,8 @@ VARIANTS: list[dict[str, Any]] = [
     {"advantages": {"estimator": "grpo_no_std", "lam": None, "gamma": None}},
     {"advantages": {"estimator": "remax", "lam": None, "gamma": None}, "rollout": {"greedy_baseline": True}},
     {"advantages": {"kl_estimator": "k2"}},
+    {"advantages": {"kl_estimator": "exact"}},
+    {"advantages": {"kl_estimator": "exact", "kl_in": "loss"}},
     {"advantages": {"kl_estimator": "k3", "whiten": "none"}},
     {"advantages": {"old_logp": "engine"}},
     *(
@@ -539,6 +542,7 @@ VARIANTS: list[dict[str, Any]] = [
         for c in ("mask_token", "reject_sequence")
     ),
     {"train": {"time_weight": True}},
+    {"train": {"ptx_source": "texts.jsonl", "ptx_coef": 1.0, "ptx_batch": [2, 9]}},
     {"train": PENALTY},
     {"advantages": {"kl_controller": "proportional", "kl_target": 0.5, "kl_horizon": 20}},
     {"advantages": {"kl_controller": "doubling", "kl_target": 0.01, "kl_reduction": "token_mean"}},

@@ -101,6 +101,7 @@ def write_scores(*shards: list[dict[str, Any]]) -> Callable[[Staging], Result]:
             "policy_version": [r["policy_version"] for r in rows],
             "learner_logp": [r["logp"] for r in rows],
             "ref_logp": [r["ref_logp"] for r in rows],
+            "exact_kl": [r.get("exact_kl") for r in rows],
             "value": [r["value"] for r in rows],
             "bootstrap_value": [r["bootstrap_value"] for r in rows],
             "learner_digest": ["a"] * n,

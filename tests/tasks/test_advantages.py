@@ -43,6 +43,18 @@ def test_a_row_of_experience_from_the_log_probs_to_the_return(run_advantages):
     assert manifest.facts["kl_coef"] == 0.1
 
 
+def test_the_exact_kl_is_penalised_in_the_place_of_an_estimate(run_advantages):
+    answer = row(
+        "s-a", [-1.0, -2.0, -0.5], ref_logp=[-1.5, -1.0, -0.5], exact_kl=[0.2, 0.4, 9], action_mask=[True, True, False]
+    )
+    _, rows = run_advantages([answer], kl_coef=0.1, kl_estimator="exact")
+    assert rows["s-a"]["shaped_reward"] == pytest.approx([-0.02, 0.96, 0.0])
+    assert rows["s-a"]["sampled_kl"] == [0.5, -1.0, 0.0]
+    assert rows["s-a"]["kl_estimator"] == "exact"
+    with pytest.raises(StageError, match="s-a has no exact_kl; run score again"):
+        run_advantages([answer | {"exact_kl": None}], kl_estimator="exact", iteration=1)
+
+
 def test_a_kl_in_the_loss_leaves_the_reward_alone(run_advantages):
     answer = row("s-a", [-1.0, -2.0, -0.5], ref_logp=[-1.5, -1.0, -0.5])
     _, rows = run_advantages([answer], kl_coef=0.1, kl_in="loss", kl_estimator="k3")

@@ -177,5 +177,5 @@ def test_held_out_prompts_that_dont_fit_are_counted(start: Start, config_of: Any
 
 def test_a_missing_pool_is_named(start: Start, config_of: Any) -> None:
     at = start(config_of(evaluate={"source": "nowhere.jsonl"}))
-    with pytest.raises(PromptError, match=r"no prompt file at nowhere\.jsonl"):
+    with pytest.raises(PromptError, match=r"no file at nowhere\.jsonl"):
         evaluate(at, Committed(StageName.SYNC, at.run_id, 0, "", 0))

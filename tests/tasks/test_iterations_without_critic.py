@@ -103,6 +103,35 @@ def test_old_logp_of_the_engine_saves_the_learners_forward(start: Start, config:
         assert faults(Path(at.lake)) == []
 
 
+def test_the_exact_kl_and_the_texts_of_ptx_are_on_record_and_a_fold_finds_them_again(
+    start: Start, config: Make, tmp_path: Path
+) -> None:
+    (tmp_path / "texts.jsonl").write_text('{"text": "one text"}\n{"text": "and another"}\n')
+    ptx = {"ptx_source": str(tmp_path / "texts.jsonl"), "ptx_coef": 0.5, "ptx_batch": [1, 16]}
+    found = []
+    for name, every, kl_in in (("warm", 1, "loss"), ("folded", 9, "loss"), ("rewarded", 1, "reward")):
+        exact = {"estimator": "reinforce", "kl_estimator": "exact", "kl_in": kl_in}
+        changes: dict[str, Any] = {"advantages": exact, "train": ptx}
+        for iteration in range(2):
+            at = start(config(**changes, checkpoint={"every": every}), iteration, tmp_path / name)
+            iterate(at)
+            if every == 9:
+                close_all()
+        found.append(content(at))
+        assert faults(tmp_path / name) == []
+    assert found[0] == found[1]
+    kls = query(at, "SELECT iteration, max(list_max(exact_kl)), min(list_min(exact_kl)) FROM forwards GROUP BY ALL")
+    (first, second) = sorted(kls)
+    assert first == (0, 0.0, 0.0)
+    assert second[1] > 1e-4
+    assert second[2] > -1e-6
+    at = At(str(tmp_path / "warm"), at.run_id, 1)
+    losses = query(at, "SELECT iteration, max(kl_loss) FROM updates GROUP BY ALL ORDER BY ALL")
+    assert losses[0][1] < losses[1][1]
+    assert query(at, "SELECT count(exact_kl) FROM forwards") == [(0,)]
+    assert query(at, "SELECT bool_and(ptx_rows IN ([1], [2])), min(ptx_loss) > 0 FROM updates") == [(True, True)]
+
+
 def test_process_rewards_reach_the_tokens_they_were_given_for(start: Start, config: Make, tmp_path: Path) -> None:
     (tmp_path / "steps.py").write_text(
         "def first(prompt, response, metadata, tokens): return {0: float(len(tokens))}\n"

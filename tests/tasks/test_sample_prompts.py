@@ -137,7 +137,7 @@ BAD_FILES = {
     "cut.parquet": (b"PAR1 and then nothing", "can't be read as Parquet"),
     "empty.jsonl": (b"\n", "holds no prompt"),
     "empty.csv": (b"", "holds no prompt"),
-    "pool.txt": (b"hello", "expected a .jsonl, .parquet, .csv file, or a query"),
+    "pool.txt": (b"hello", "expected a .jsonl, .parquet, .csv file, a query"),
 }
 
 
@@ -153,7 +153,7 @@ def test_a_bad_file_is_named(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("nowhere/pool.jsonl", "no prompt file at nowhere/pool.jsonl"),
+        ("nowhere/pool.jsonl", "no file at nowhere/pool.jsonl"),
         ("SELECT 1 AS prompt FROM nowhere", "the prompt query failed.*nowhere"),
         ("SELECT 'a' AS prompt WHERE false", "holds no prompt"),
         ("SELECT 'a' AS question", "row 1 has neither.*question"),

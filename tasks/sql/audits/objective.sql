@@ -2,8 +2,9 @@
 -- why: a step minimises what [train] names; its losses can't be read without knowing which
 -- remedy: compare the train section with stages.key_parts; rerun from the train stage
 SELECT run_id, iteration, format('step {}', step) AS subject,
-    format('objective {} with the ratio of each {}, time discount {}, penalty {}; [train] says {}, {}, {}, and a penalty '
-        || 'for kl_penalty alone', objective, ratio_level, time_discount, kl_penalty_coef, expected, level, discount) AS detail
+    format('objective {} with the ratio of each {}, time discount {}, penalty {}, {} PTX texts; [train] says {}, {}, {}, '
+        || 'a penalty for kl_penalty alone, and {}', objective, ratio_level, time_discount, kl_penalty_coef, len(ptx_rows),
+        expected, level, discount, ptx_texts) AS detail
 FROM updates
 JOIN (
     SELECT run_id, iteration,
@@ -11,6 +12,8 @@ JOIN (
         max(value) FILTER (key = 'train.ratio') AS level,
         if(max(value) FILTER (key = 'train.time_weight') = 'true',
             max(value) FILTER (key = 'advantages.gamma')::DOUBLE, NULL) AS discount,
+        if(any_value(iteration) < max(value) FILTER (key = 'train.critic_warmup_iterations')::INTEGER, NULL,
+            max(value) FILTER (key = 'train.ptx_batch.0')::INTEGER) AS ptx_texts,
     FROM configs
     GROUP BY ALL
 ) USING (run_id, iteration)
@@ -19,3 +22,5 @@ WHERE objective <> expected
     OR (time_discount IS NULL) <> (discount IS NULL)
     OR differs(time_discount, discount, discount)
     OR (kl_penalty_coef IS NULL) <> (expected <> 'kl_penalty')
+    OR (ptx_rows IS NULL) <> (ptx_texts IS NULL)
+    OR len(ptx_rows) <> ptx_texts

@@ -12,6 +12,7 @@ SELECT
     unnest(r.behavior_logp) AS behavior_logp,
     unnest(f.learner_logp) AS learner_logp,
     unnest(f.ref_logp) AS ref_logp,
+    unnest(f.exact_kl) AS exact_kl,
     unnest(f.value) AS value,
     unnest(r.action_mask) AS action_mask,
     unnest(e.score_mask) AS score_mask,
