@@ -10,9 +10,16 @@ from hypothesis import strategies as st
 
 from tasks.ppo.finite import NonFinite
 from tasks.ppo.gae import gae
+from tasks.ppo.importance import (
+    sequences_within_band,
+    truncated_sequence_weights,
+    truncated_token_weights,
+    within_band,
+)
 from tasks.ppo.kl import KlEstimator, token_kl
 from tasks.ppo.losses import clipped_policy_loss, loss_denominator, reduce_loss, value_loss
 from tasks.ppo.masks import build_masks
+from tasks.ppo.objectives import time_weights
 from tasks.ppo.ragged import Rows
 from tasks.ppo.rewards import shaped_rewards
 from tasks.ppo.whitening import moments, whiten
@@ -97,6 +104,41 @@ def test_a_nan_in_an_action_is_always_an_error(batch, data):
     batch[r].tokens[t] = tuple(token)
     with pytest.raises(NonFinite):
         advantages_of(batch)
+
+
+def weights_of(batch: list[Row], *, poison: float | None = None) -> list[tuple[list[float], ...]]:
+    """What each correction for the engine weighs the tokens and the row with, row by row; `ref` is the engine's."""
+    flat = [token for row in batch for token in row.tokens]
+    action = torch.tensor([a for a, *_ in flat], dtype=torch.bool)
+    learner, engine = (torch.tensor([token[k] for token in flat], dtype=torch.float64) for k in (1, 2))
+    if poison is not None:
+        learner, engine = (torch.where(action, x, poison) for x in (learner, engine))
+    rows = Rows(torch.tensor([len(row.tokens) for row in batch]))
+    of_tokens = [
+        truncated_token_weights(learner, engine, action, cap=2.0),
+        within_band(learner, engine, action, lowest=0.5, highest=2.0),
+    ]
+    of_rows = [
+        truncated_sequence_weights(rows, learner, engine, action, cap=2.0),
+        sequences_within_band(rows, learner, engine, action, lowest=0.5, highest=2.0),
+    ]
+    tokens = zip(*(x.split(rows.lengths.tolist()) for x in of_tokens), strict=True)
+    return [tuple(x.tolist() for x in (*in_row, *of_row)) for in_row, *of_row in zip(tokens, *of_rows, strict=True)]
+
+
+@given(ragged_rows(), st.sampled_from([math.nan, math.inf, 1e30]))
+@settings(max_examples=60, deadline=None)
+def test_weights_for_the_engine_are_a_rows_own_and_see_no_tool_token(batch, poison):
+    assert weights_of(batch, poison=poison) == [weights_of([row])[0] for row in batch]
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=5), st.integers(0, 3))
+@settings(max_examples=40, deadline=None)
+def test_time_weights_count_a_rows_own_actions(lengths, padding):
+    masks = [[True] * n + [False] * (6 + padding - n) for n in lengths]
+    weights = time_weights(torch.tensor(masks), 0.9)
+    for n, row in zip(lengths, weights.tolist(), strict=True):
+        assert row == pytest.approx([0.9**t for t in range(n)] + [0.0] * (6 + padding - n), rel=1e-12)
 
 
 def padded(lengths: list[int], width: int, fill: float) -> tuple[torch.Tensor, list[torch.Tensor]]:

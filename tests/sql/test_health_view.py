@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from small_lake import Rows, plant, write_lake
 
@@ -46,6 +47,26 @@ def test_kl_advantages_and_returns_are_those_of_the_tokens_trained_on(pristine_l
     assert rows(pristine_lake, "SELECT eos_fraction, truncated_fraction FROM health WHERE iteration = 0") == [
         (pytest.approx(4 / 6), pytest.approx(2 / 6))
     ]
+
+
+def test_the_gap_between_engine_and_learner_is_told_as_it_is_before_any_truncation(tmp_path: Path) -> None:
+    """Against numpy over the tokens trained on, under a band that leaves some of them without weight."""
+    write_lake(tmp_path, advantages={"importance_correction": "mask_token", "importance_cap": [0.3, 3.0]})
+    query = "SELECT learner_logp, behavior_logp FROM tokens WHERE iteration = 1 AND action_mask AND dropped IS NULL"
+    gap = np.array([a - b for a, b in rows(tmp_path, query)])
+    weight, kept = np.exp(gap), (np.exp(gap) >= 0.3) & (np.exp(gap) <= 3)
+    names = "engine_gap_mean, engine_gap_p50, engine_gap_p99, engine_gap_p999, engine_gap_max"
+    (found,) = rows(
+        tmp_path, f"SELECT {names}, effective_sample_size, weightless_fraction FROM health WHERE iteration = 1"
+    )
+    size = np.abs(gap)
+    expected = [size.mean(), *np.quantile(size, [0.5, 0.99, 0.999]), size.max()]
+    share = weight.sum() ** 2 / (weight**2).sum() / len(gap)
+    assert 0 < kept.sum() < len(gap)
+    assert found == pytest.approx([*expected, share, 1 - kept.mean()], rel=1e-5)
+    write_lake(tmp_path, "r-engine", advantages={"old_logp": "engine"})
+    absent = "SELECT DISTINCT engine_gap_mean, effective_sample_size FROM health WHERE run_id = 'r-engine'"
+    assert rows(tmp_path, absent) == [(None, None)]
 
 
 def test_greedy_answers_count_for_nothing_and_without_a_critic_there_are_no_returns(tmp_path: Path) -> None:
