@@ -1,6 +1,6 @@
 -- severity: error
--- why: a step minimises what [train] names; its losses can't be read without knowing which
--- remedy: compare the train section with stages.key_parts; rerun from the train stage
+-- why: rows name the estimator, the KL and the objective they were made with; numbers can't be read under another name
+-- remedy: compare the sections advantages and train with stages.key_parts; rerun from the stage that wrote the rows
 SELECT run_id, iteration, format('step {}', step) AS subject,
     format('objective {} with the ratio of each {}, time discount {}, penalty {}, {} PTX texts; [train] says {}, {}, {}, '
         || 'a penalty for kl_penalty alone, and {}', objective, ratio_level, time_discount, kl_penalty_coef, len(ptx_rows),
@@ -24,3 +24,16 @@ WHERE objective <> expected
     OR (kl_penalty_coef IS NULL) <> (expected <> 'kl_penalty')
     OR (ptx_rows IS NULL) <> (ptx_texts IS NULL)
     OR len(ptx_rows) <> ptx_texts
+UNION ALL
+SELECT run_id, iteration, sample_id,
+    format('estimator {}, KL {} in the {}; [advantages] says {}, {} in the {}', estimator, kl_estimator, kl_in, e, k, place)
+FROM experience
+JOIN (
+    SELECT run_id, iteration,
+        max(value) FILTER (key = 'advantages.estimator') AS e,
+        max(value) FILTER (key = 'advantages.kl_estimator') AS k,
+        max(value) FILTER (key = 'advantages.kl_in') AS place,
+    FROM configs
+    GROUP BY ALL
+) USING (run_id, iteration)
+WHERE estimator <> e OR kl_estimator <> k OR kl_in <> place
