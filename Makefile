@@ -1,4 +1,4 @@
-.PHONY: setup test check demo bench
+.PHONY: setup test check demo bench bench-faults
 run := .venv/bin/python -m
 
 setup:
@@ -19,3 +19,6 @@ demo: setup
 
 bench: setup
 	$(run) tests.bench
+
+bench-faults: setup
+	$(run) tests.bench.faults

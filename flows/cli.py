@@ -17,7 +17,7 @@ from flows.rerun import rerun
 from flows.trace import trace
 from schemas import config as configuration
 from schemas import supervised
-from tasks.lake.runs import default_lake
+from tasks.lake.location import lake_at
 
 app = typer.Typer(
     help="PPO post-training of language models, with every token of every batch on record.",
@@ -26,13 +26,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-LakeOption = Annotated[Path | None, typer.Option("--lake", help="The lake; ROLLBOOK_LAKE, else ./lake.")]
-
 
 def run(
     config: Annotated[Path, typer.Argument(help="The run's configuration, a TOML file.")],
     set_: Annotated[list[str] | None, typer.Option("--set", help="Override a key: section.key=value.")] = None,
-    lake: LakeOption = None,
+    lake: query.LakeOption = None,
     run_id: Annotated[str | None, typer.Option("--run", help="Name of the run; the file's stem if not given.")] = None,
     iterations: Annotated[int | None, typer.Option(help="Iterations in all, instead of run.iterations.")] = None,
     change_config: Annotated[
@@ -48,7 +46,7 @@ def run(
     # Prefect, torch and the engines are imported by the command that needs them, so that the others answer at once.
     from flows.run_display import run_with_display
 
-    run_with_display(lake or default_lake(), resolved, change_config=change_config)
+    run_with_display(lake_at(lake), resolved, change_config=change_config)
 
 
 ConfigArgument = Annotated[
@@ -57,21 +55,21 @@ ConfigArgument = Annotated[
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override a key: key=value.")]
 
 
-def sft(config: ConfigArgument, set_: SetOption = None, lake: LakeOption = None) -> None:
+def sft(config: ConfigArgument, set_: SetOption = None, lake: query.LakeOption = None) -> None:
     """Fine-tune a policy on demonstrations (prompt, response), or go on where it was interrupted."""
     _supervised(supervised.load(supervised.SftConfig, config, tuple(set_ or ())), lake)
 
 
-def reward_model(config: ConfigArgument, set_: SetOption = None, lake: LakeOption = None) -> None:
+def reward_model(config: ConfigArgument, set_: SetOption = None, lake: query.LakeOption = None) -> None:
     """Train a reward model on preferences (prompt, chosen, rejected), or go on where it was interrupted."""
     _supervised(supervised.load(supervised.RewardModelConfig, config, tuple(set_ or ())), lake)
 
 
-def _supervised(config: supervised.Supervised, lake: Path | None) -> None:
+def _supervised(config: supervised.Supervised, lake: str | None) -> None:
     quiet_engines()
     from flows.supervised import run_supervised
 
-    run_supervised(lake or default_lake(), config)
+    run_supervised(lake_at(lake), config)
 
 
 def _reporting_errors(command: Callable[..., Any]) -> Callable[..., Any]:

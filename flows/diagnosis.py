@@ -8,7 +8,8 @@ from rich.markup import escape
 
 from flows.printing import make_console, print_json, print_table
 from flows.query import Format, FormatOption, LakeOption, RunArgument
-from tasks.lake.runs import default_lake, open_run
+from tasks.lake.location import lake_at
+from tasks.lake.runs import open_run
 from tasks.sql import diagnose as diagnoses
 from tasks.sql.connection import connect
 from tasks.sql.diagnose import Band, Departure, Diagnosis
@@ -19,7 +20,7 @@ def diagnose(run: RunArgument = None, lake: LakeOption = None, format: FormatOpt
 
     Whether the run is healthy or not, the exit status is 0; --format json has it as `healthy`.
     """
-    found = open_run(lake or default_lake(), run)
+    found = open_run(lake_at(lake), run)
     with connect(found.lake, found.run_id) as connection:
         diagnosis = diagnoses.diagnose(connection, found.run_id)
     if format is Format.JSON:

@@ -5,7 +5,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated, Any
 
 import duckdb
@@ -14,7 +13,8 @@ from rich.markup import escape
 
 from flows.printing import make_console, print_json, print_rows, print_table, write_csv, write_json
 from schemas.manifest import StageName
-from tasks.lake.runs import default_lake, open_run
+from tasks.lake.location import Location, lake_at
+from tasks.lake.runs import open_run
 from tasks.sql import audit as audits
 from tasks.sql.audit import Finding, Report, Severity
 from tasks.sql.catalog import Relation, relations
@@ -40,7 +40,10 @@ class SqlFormat(StrEnum):
     JSON = "json"
 
 
-LakeOption = Annotated[Path | None, typer.Option("--lake", help="The lake; ROLLBOOK_LAKE, else ./lake.")]
+LakeOption = Annotated[
+    str | None,
+    typer.Option("--lake", metavar="DIR|s3://...", help="A folder or s3://bucket/prefix; ROLLBOOK_LAKE, else ./lake."),
+]
 RunArgument = Annotated[
     str | None, typer.Argument(metavar="[RUN]", help="The run; the one written to last if not given.")
 ]
@@ -49,7 +52,7 @@ FormatOption = Annotated[Format, typer.Option("--format", help="table for people
 
 def status(run: RunArgument = None, lake: LakeOption = None, format: FormatOption = Format.TABLE) -> None:
     """Show where a run stands: the stages of its current iteration, and the last iterations' numbers."""
-    found = open_run(lake or default_lake(), run)
+    found = open_run(lake_at(lake), run)
     done, last = found.next_iteration(), max(found.iterations(), default=0)
     current = min(done, last)
     config = found.config_at(current)
@@ -107,14 +110,14 @@ CURVE = {
 """The columns of `iterations` that a person looks at first, with their headings."""
 
 
-def print_iterations(lake: Path, run_id: str) -> None:
+def print_iterations(lake: Location, run_id: str) -> None:
     """Prints the training curve of a run, one row an iteration."""
     with connect(lake, run_id, query="iterations") as connection:
         curve = _dicts(connection.execute("FROM iterations"))
     print_table(make_console(), f"iterations of {run_id}", CURVE, curve)
 
 
-def print_suggestions(lake: Path, run_id: str) -> None:
+def print_suggestions(lake: Location, run_id: str) -> None:
     """Prints three queries of this run to try next."""
     console = make_console()
     console.print("try next:", style="bold")
@@ -136,7 +139,7 @@ def sql(
     format: Annotated[SqlFormat, typer.Option("--format", help="table, csv or json.")] = SqlFormat.TABLE,
 ) -> None:
     """Query a lake with SQL: its tables and the views tokens, iterations, stages and more."""
-    with connect(lake or default_lake(), run, iteration, query) as connection:
+    with connect(lake_at(lake), run, iteration, query) as connection:
         try:
             # The whole result first: an error in a late row must not leave half an answer on stdout.
             complete = connection.sql(query).materialize()  # noqa: F841 - DuckDB reads it by its name
@@ -195,7 +198,7 @@ def audit(
 
     Warnings and notes are shown, and leave the exit status at 0.
     """
-    place = lake or default_lake()
+    place = lake_at(lake)
     run_id = None if all_runs else open_run(place, run).run_id
     report = audits.report(place, run_id, iteration)
     by_severity = Counter(finding.audit.severity for finding in report.findings)

@@ -4,7 +4,6 @@ A stage is recomputed in a temporary lake, in a branch that leaves the run befor
 writes goes to the temporary lake. Nothing of the run is written.
 """
 
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,8 +21,9 @@ from flows.query import LakeOption, RunArgument
 from schemas import TABLES
 from schemas.manifest import Manifest, Output, StageName
 from tasks.lake.compare import Difference, agreement, differences
-from tasks.lake.runs import Run, default_lake, open_run
-from tasks.lake.storage import LakeError
+from tasks.lake.location import LakeError, Location, lake_at
+from tasks.lake.runs import Run, open_run
+from tasks.lake.storage import remove
 
 ENGINE_STAGES = {StageName.ROLLOUT, StageName.SYNC, StageName.EVALUATE}
 """Stages that the rollout engine has a part in."""
@@ -67,7 +67,7 @@ def replay(
     status 0 only where all that was promised is equal.
     """
     quiet_engines()
-    place = open_run(lake or default_lake(), run)
+    place = open_run(lake_at(lake), run)
     console = make_console()
     failed = done = 0
     for result in replay_stages(place, iteration, stage):
@@ -118,8 +118,9 @@ def _replay(run: Run, stored: Manifest, scratch: Run) -> Replayed:
         result.causes = list(_causes(stored, found, folders))
         if stage is StageName.TRAIN:
             close_engines()  # its learner is another than the stages after it were given
-    shutil.rmtree(folders[1])
-    shutil.rmtree(scratch.folder / "learner", ignore_errors=True)
+    remove(folders[1])
+    if (scratch.folder / "learner").exists():
+        remove(scratch.folder / "learner")
     return result
 
 
@@ -134,7 +135,7 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
     return version | _flat(manifest.facts) | {"shards": [(o.table, o.rows) for o in manifest.outputs]}
 
 
-def _read(folder: Path, manifest: Manifest, table: str, damaged: list[str]) -> pa.Table:
+def _read(folder: Location, manifest: Manifest, table: str, damaged: list[str]) -> pa.Table:
     """The stored rows as they lie there. A file that isn't the one its manifest lists is named in `damaged`."""
     from tasks.lake.shards import read_shard
 
@@ -143,7 +144,8 @@ def _read(folder: Path, manifest: Manifest, table: str, damaged: list[str]) -> p
             return read_shard(folder, output)
         except LakeError as error:
             damaged.append(str(error))
-            return pq.read_table(folder / output.path).cast(TABLES[table].arrow)
+            with (folder / output.path).open("rb") as stream:
+                return pq.read_table(stream).cast(TABLES[table].arrow)
 
     shards = [read(output) for output in manifest.outputs if output.table == table]
     return pa.concat_tables(shards) if shards else TABLES[table].arrow.empty_table()
@@ -152,7 +154,7 @@ def _read(folder: Path, manifest: Manifest, table: str, damaged: list[str]) -> p
 # Why
 
 
-def _causes(stored: Manifest, found: Manifest, folders: tuple[Path, Path]) -> Iterator[str]:
+def _causes(stored: Manifest, found: Manifest, folders: tuple[Location, Location]) -> Iterator[str]:
     """What is recorded beside the two computations and differs, the likeliest to matter first."""
     before, after = (
         {
@@ -170,11 +172,12 @@ def _causes(stored: Manifest, found: Manifest, folders: tuple[Path, Path]) -> It
             yield f"{what} {name}".strip() + f": {one} -> {other}"
 
 
-def _shard_facts(folder: Path, manifest: Manifest) -> dict[str, str]:
+def _shard_facts(folder: Location, manifest: Manifest) -> dict[str, str]:
     """What the engine stated in the shards' metadata: dtype, engine version, sampling parameters."""
     if not manifest.outputs:
         return {}
-    metadata = pq.read_schema(folder / manifest.outputs[0].path).metadata or {}
+    with (folder / manifest.outputs[0].path).open("rb") as stream:
+        metadata = pq.read_schema(stream).metadata or {}
     facts = {key.decode().removeprefix("rollbook."): value.decode() for key, value in metadata.items()}
     return {key: value for key, value in facts.items() if not key.startswith("ARROW")}
 

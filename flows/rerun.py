@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import pyarrow as pa
@@ -15,8 +14,8 @@ from schemas import config as configuration
 from schemas.config import Config, ConfigError
 from schemas.manifest import Manifest, StageName
 from tasks.lake.compare import differences
-from tasks.lake.runs import Run, RunRecord, default_lake, open_run
-from tasks.lake.storage import AlreadyThere
+from tasks.lake.location import AlreadyThere, Location, lake_at
+from tasks.lake.runs import Run, RunRecord, open_run
 from tasks.sql.connection import connect
 
 USED_BY: dict[str, tuple[StageName, ...]] = {
@@ -51,13 +50,13 @@ def rerun(
     The branch shares all that comes before the stage with the original, and can be queried and audited like any run.
     """
     quiet_engines()
-    original = open_run(lake or default_lake(), run)
+    original = open_run(lake_at(lake), run)
     branch = rerun_stages(original, iteration, stage, through or stage, tuple(set_ or ()))
     show_comparison(original, branch, iteration)
 
 
 def load_stage_inputs(
-    lake: Path | str, run_id: str | None, iteration: int, stage: StageName | str
+    lake: Location | str, run_id: str | None, iteration: int, stage: StageName | str
 ) -> dict[str, pa.Table]:
     """The tables that a stage of a run reads, by name, every byte checked; `run_id` None is the latest run.
 
@@ -65,7 +64,7 @@ def load_stage_inputs(
     tables is `tasks.engines.warm.warm(at).learner(version)`.
     Raises LakeError where the stage isn't committed or a shard isn't what its manifest lists.
     """
-    run = open_run(Path(lake), run_id)
+    run = open_run(lake_at(lake), run_id)
     tables = {}
     for given in run.committed(iteration, StageName(stage)).inputs:
         manifest = run.committed(given.iteration, given.stage)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -13,9 +12,10 @@ from flows.training import prepare, training
 from schemas.config import Config
 from schemas.manifest import StageName
 from tasks import progress
+from tasks.lake.location import Location
 
 
-def run_with_display(lake: Path, config: Config, *, change_config: bool) -> None:
+def run_with_display(lake: Location, config: Config, *, change_config: bool) -> None:
     """Runs the training flow under a progress bar and prints what came of it."""
     console = Console(stderr=True)
     run = prepare(lake, config, change_config=change_config)

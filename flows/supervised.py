@@ -1,6 +1,5 @@
 """`rollbook sft` and `rollbook reward-model` as Prefect flows: train the model of each seed, then put it on record."""
 
-from pathlib import Path
 from typing import Any
 
 from prefect import flow, task
@@ -9,6 +8,7 @@ from prefect.cache_policies import NO_CACHE
 from flows.printing import make_console, print_table
 from flows.server import prefect_api
 from schemas.supervised import RewardModelConfig, SftConfig, Supervised, parse
+from tasks.lake.location import Location, lake_at
 from tasks.sql.connection import connect
 from tasks.supervised import training
 
@@ -22,13 +22,13 @@ def train(kind: str, config: dict[str, Any], seed: int) -> None:
 
 @task(name="record", cache_policy=NO_CACHE, persist_result=False)
 def record(lake: str, kind: str, config: dict[str, Any]) -> None:
-    training.record(Path(lake), _config(kind, config))
+    training.record(lake_at(lake), _config(kind, config))
 
 
 @flow(name="supervised-training", flow_run_name="{kind}/{config[id]}", persist_result=False)
 def supervised(lake: str, kind: str, config: dict[str, Any]) -> None:
     """Trains what a configuration asks for, or what is left of it."""
-    training.require_free(Path(lake), _config(kind, config))
+    training.require_free(lake_at(lake), _config(kind, config))
     for seed in _config(kind, config).seeds:
         train(kind, config, seed)
     record(lake, kind, config)
@@ -38,7 +38,7 @@ def _config(kind: str, given: dict[str, Any]) -> Supervised:
     return parse(KINDS[kind], given, "the flow's parameters")
 
 
-def run_supervised(lake: Path, config: Supervised) -> None:
+def run_supervised(lake: Location, config: Supervised) -> None:
     """Runs the flow and prints what was measured."""
     kind = next(name for name, made in KINDS.items() if isinstance(config, made))
     with prefect_api():

@@ -12,8 +12,8 @@ from rich.table import Table
 
 from flows.printing import make_console, print_json, print_table
 from flows.query import Format, FormatOption, LakeOption
-from tasks.lake.runs import Run, default_lake, open_run
-from tasks.lake.storage import LakeError
+from tasks.lake.location import LakeError, lake_at
+from tasks.lake.runs import Run, open_run
 from tasks.sql.connection import connect
 
 Rows = list[dict[str, Any]]
@@ -55,7 +55,7 @@ def trace(
     format: FormatOption = Format.TABLE,
 ) -> None:
     """Tell the story of one sample: prompt, tokens, masks, rewards, advantages, and the updates that used it."""
-    found = open_run(lake or default_lake(), run)
+    found = open_run(lake_at(lake), run)
     story = read_story(found, sample)
     if format is Format.JSON:
         print_json(story)

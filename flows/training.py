@@ -1,6 +1,5 @@
 """A training run: one subflow an iteration, so that a flow's memory of its tasks stays small."""
 
-from pathlib import Path
 from uuid import UUID
 
 from prefect import flow
@@ -11,6 +10,7 @@ from flows.reconcile import mark_the_dead
 from schemas.config import Config, ConfigError
 from schemas.manifest import StageName
 from tasks.engines.warm import resources, warm
+from tasks.lake.location import Location, lake_at
 from tasks.lake.runs import Run, RunRecord, differences
 from tasks.models.samples import resolve
 from tasks.models.weights import folder_digest
@@ -23,7 +23,7 @@ from tasks.stage import At
 @flow(name="ppo-training", flow_run_name="{run_id}", persist_result=False)
 def training(lake: str, run_id: str, iterations: int) -> int:
     """Brings a run to `iterations` iterations, from wherever the lake says it stands. Returns how many it ran."""
-    run = Run(Path(lake), run_id)
+    run = Run(lake_at(lake), run_id)
     with run.lock(), resources():
         mark_the_dead(lake, run_id)
         first = run.next_iteration()
@@ -41,7 +41,7 @@ def _percent(done: int, total: int) -> float:
     return 100.0 * min(done, total) / total
 
 
-def prepare(lake: Path, config: Config, *, change_config: bool = False) -> Run:
+def prepare(lake: Location, config: Config, *, change_config: bool = False) -> Run:
     """The run of a configuration: a new one, or the one that stands in the lake under that name.
 
     Raises ConfigError where the run was made under another configuration, other models or other prompts, with each

@@ -8,9 +8,7 @@ import importlib.metadata
 import json
 import logging
 import platform
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -22,9 +20,10 @@ import torch
 from schemas import TABLES
 from schemas.config import Config
 from schemas.manifest import Input, Manifest, Output, StageName, canonical, checksum, digest_of, utc_now
+from tasks.lake import attempts
+from tasks.lake.location import LakeError, lake_at
 from tasks.lake.runs import Run, config_digest
 from tasks.lake.shards import MAX_FILES, read_shard, write_shard
-from tasks.lake.storage import LakeError, one_at_a_time, write_bytes
 from tasks.progress import Begun, Done, tell
 
 log = logging.getLogger(__name__)
@@ -42,7 +41,7 @@ class At:
 
     @property
     def run(self) -> Run:
-        return Run(Path(self.lake), self.run_id)
+        return Run(lake_at(self.lake), self.run_id)
 
     @cached_property
     def config(self) -> Config:
@@ -78,10 +77,6 @@ class StageError(RuntimeError):
     """A stage can't do its work; the message says what was wrong, where, and what to do."""
 
 
-class Superseded(StageError):
-    """Another process took the stage over while this one worked on it; this one stops."""
-
-
 class KeyMismatch(StageError):
     """A stage was committed under another key: the run was continued under other conditions."""
 
@@ -90,15 +85,15 @@ class KeyMismatch(StageError):
 class Staging:
     """Where a stage's body reads its inputs and puts its shards. Nothing here exists until the manifest does.
 
-    Shards are written to `folder`, which belongs to one attempt, and take their places as the stage commits: an attempt
-    that was taken over can't touch what its successor committed.
+    `place` says where each shard is staged, by its number. It belongs to one attempt, and what lies there takes its
+    place in the lake as the stage commits: an attempt that was taken over can't touch what its successor committed.
     """
 
     at: At
     stage: StageName
     version: int
     inputs: Mapping[StageName, Manifest]
-    folder: Path
+    place: Callable[[int], Path]
     outputs: list[Output] = field(default_factory=list)
 
     @property
@@ -128,11 +123,10 @@ class Staging:
         filled: dict[str, Any] = {"run_id": [self.at.run_id] * rows, "iteration": [self.at.iteration] * rows, **columns}
         arrays = {c.name: _array(filled[c.name], c.type) for c in spec.columns if c.name in filled}
         unknown = {name: pa.array(values) for name, values in filled.items() if name not in arrays}
-        path = self.folder / f"part-{len(self.outputs):05d}.parquet"
         metadata = {
             name: value if isinstance(value, str) else canonical(value) for name, value in (facts or {}).items()
         }
-        self.outputs.append(write_shard(path, pa.table({**arrays, **unknown}), spec, metadata))
+        self.outputs.append(write_shard(self.place(len(self.outputs)), pa.table({**arrays, **unknown}), spec, metadata))
 
 
 def _array(values: Any, type: pa.DataType) -> pa.Array | pa.ChunkedArray:
@@ -182,9 +176,9 @@ def run_stage(
     for given in inputs:
         if manifests[given.stage].digest != given.digest:
             raise StageError(f"{stage}: its input {given.stage} is no longer what was handed over")
-    attempt = _Attempt.begin(run.stage_folder(at.iteration, stage), f"{stage} of iteration {at.iteration}")
+    attempt = attempts.begin(run.stage_folder(at.iteration, stage), f"{stage} of iteration {at.iteration}")
     started = utc_now()
-    staging = Staging(at, stage, version, manifests, attempt.staged)
+    staging = Staging(at, stage, version, manifests, attempt.shard)
     with attempt.working():
         result = body(staging)
     manifest = _sealed(
@@ -221,77 +215,6 @@ def _sealed(**fields: Any) -> Manifest:
 def _done(manifest: Manifest) -> Committed:
     tell(Done(manifest.stage, manifest.iteration, manifest.facts, manifest.seconds))
     return Committed.of(manifest)
-
-
-@dataclass(frozen=True)
-class _Attempt:
-    """One try at a stage. Attempts are counted on disk, those that were killed included; only the newest may commit.
-
-    The run's lock keeps other writers out. Where it can't (its file was deleted, a process slept through its end), the
-    count does: who wakes up with an old number has been taken over, and stops.
-    """
-
-    folder: Path
-    number: int
-    name: str
-
-    @property
-    def staged(self) -> Path:
-        return self.folder / f".attempt-{self.number}"
-
-    @classmethod
-    def begin(cls, folder: Path, name: str) -> "_Attempt":
-        """Takes the stage over from earlier attempts and clears what they left behind."""
-        folder.mkdir(parents=True, exist_ok=True)
-        with one_at_a_time(folder):
-            if (folder / "manifest.json").exists():
-                raise Superseded(f"{name} has been committed by another process meanwhile; run again to go on from it")
-            attempt = cls(folder, _count(folder) + 1, name)
-            for leftover in [*folder.glob("part-*.parquet"), *folder.glob(".*")]:
-                log.warning("%s: left behind by an attempt that did not commit; removed", leftover)
-                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-            write_bytes(folder / "attempts", str(attempt.number).encode())
-            attempt.staged.mkdir()
-        return attempt
-
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        """Removes what was staged if the block fails; says so where that is because another process took over."""
-        try:
-            yield
-        except BaseException as error:
-            shutil.rmtree(self.staged, ignore_errors=True)
-            if isinstance(error, LakeError):
-                self.require_newest()
-            raise
-
-    def require_newest(self) -> None:
-        if (now := _count(self.folder)) != self.number:
-            raise Superseded(
-                f"another process began {self.name} (attempt {now}) while this one worked on it (attempt "
-                f"{self.number}); this one stops and leaves the run to it"
-            )
-
-    def commit(self, manifest: Manifest) -> None:
-        """Puts the shards in their places and the manifest last, unless another attempt has begun."""
-        with self.working(), one_at_a_time(self.folder):
-            self.require_newest()
-            if not all((self.staged / output.path).exists() for output in manifest.outputs):
-                raise Superseded(f"another process took {self.name} over and cleared what this one wrote; it stops")
-            for output in manifest.outputs:
-                (self.staged / output.path).rename(self.folder / output.path)
-            self.staged.rmdir()
-            data = json.dumps(manifest.model_dump(mode="json"), indent=1).encode()
-            write_bytes(self.folder / "manifest.json", data, new=True)
-
-
-def _count(folder: Path) -> int:
-    path = folder / "attempts"
-    text = path.read_text(errors="replace") if path.exists() else "0"
-    if text.isascii() and text.isdigit():
-        return int(text)
-    log.warning("%s is not as it was written; attempts are counted from 1 again", path)
-    return 0
 
 
 def _mismatch(standing: Manifest, parts: dict[str, Any]) -> str:

@@ -6,13 +6,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import json
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from schemas.config import Config, parse
+from tasks.lake.location import ObjectPath, lake_at
 
 
 @pytest.fixture(scope="session")
@@ -44,6 +46,35 @@ def tiny_prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def tmp_lake(tmp_path: Path) -> Path:
     return tmp_path / "lake"
+
+
+@pytest.fixture(scope="session")
+def bucket() -> Iterator[str]:
+    """A real S3 server with an empty bucket, s3://lakes; the environment names it until the session ends."""
+    from moto.server import ThreadedMotoServer
+    from s3fs import S3FileSystem
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    server.start()
+    _, port = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+        environment.setenv("AWS_ACCESS_KEY_ID", "key")
+        environment.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        environment.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        S3FileSystem.clear_instance_cache()
+        S3FileSystem().mkdir("lakes")
+        yield "s3://lakes"
+    server.stop()
+
+
+@pytest.fixture
+def s3_lake(bucket: str, request: pytest.FixtureRequest) -> ObjectPath:
+    """A lake of this test's own in the bucket."""
+    lake = lake_at(f"{bucket}/{abs(hash(request.node.nodeid))}")
+    assert isinstance(lake, ObjectPath)
+    return lake
 
 
 MakeConfig = Callable[..., Config]

@@ -21,7 +21,7 @@ from schemas.manifest import StageName
 from schemas.updates import Objective
 from tasks.carried import Carried
 from tasks.engines.zero import ZeroEngine
-from tasks.lake.storage import LakeError
+from tasks.lake.location import LakeError, Location
 from tasks.models import state
 from tasks.models.loading import ActorCritic, Critic, FrozenPolicy, Policy, autocast, device, policy_logp
 from tasks.models.sequences import Batch, RowIndices, Sequences, batch, layout, micro_batches, ragged
@@ -510,7 +510,7 @@ class Learner:
 
     # State on disk
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Location) -> None:
         """Writes all that the next update depends on; the folder appears whole or not at all."""
         with state.writing(folder) as staged:
             parts = self._parts()
@@ -533,12 +533,16 @@ class Learner:
             (staged / "state.json").write_text(json.dumps(record, indent=1))
 
     @classmethod
-    def load(cls, config: Config, folder: Path) -> "Learner":
+    def load(cls, config: Config, folder: Location) -> "Learner":
         """The learner that was saved: its next update gives the same bits.
 
         Raises LakeError for a damaged state, or one of other models than the configuration asks for.
         """
-        state.verify(folder)
+        with state.opened(folder) as files:
+            return cls._read(config, files)
+
+    @classmethod
+    def _read(cls, config: Config, folder: Path) -> "Learner":
         record = json.loads((folder / "state.json").read_text())
         if record["shared_backbone"] != config.models.shares_backbone:
             held = "on the policy's backbone" if record["shared_backbone"] else "apart from the policy, or none"

@@ -9,7 +9,6 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -19,6 +18,7 @@ from schemas.manifest import Manifest, StageName, digest_of
 from tasks.engines.learner import Learner
 from tasks.engines.rollout_engine import RolloutEngine, open_rollout_engine
 from tasks.engines.scorer import RewardScorer, open_scorers
+from tasks.lake.location import Location
 from tasks.lake.runs import Run
 from tasks.models.frozen import require_frozen
 from tasks.models.loading import FrozenPolicy, load_tokenizer
@@ -195,7 +195,7 @@ class Warm:
         gc.collect()
 
 
-def newest_state(run: Run, version: int) -> Path | None:
+def newest_state(run: Run, version: int) -> Location | None:
     """The saved learner state nearest to a version, not after it; a branch has its parent's up to the fork."""
     if saved := [v for v in saved_versions(run.folder / "learner") if v <= version]:
         return run.folder / "learner" / f"{saved[-1]:06d}"

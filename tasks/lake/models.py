@@ -6,7 +6,6 @@
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -15,8 +14,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from schemas import MODEL_TABLES
 from schemas.ids import RunId
 from schemas.manifest import Output, UtcInstant, utc_now
+from tasks.lake.location import LakeError, Location
 from tasks.lake.shards import write_shard
-from tasks.lake.storage import LakeError, write_bytes
+from tasks.lake.storage import subfolders, write_bytes
 
 
 class ModelManifest(BaseModel):
@@ -34,11 +34,11 @@ class ModelManifest(BaseModel):
 class TrainedModel:
     """A model's place in a lake."""
 
-    lake: Path
+    lake: Location
     id: str
 
     @property
-    def folder(self) -> Path:
+    def folder(self) -> Location:
         return self.lake / "models" / self.id
 
     def manifest(self) -> ModelManifest | None:
@@ -69,7 +69,8 @@ class TrainedModel:
         return manifest
 
 
-def trained_models(lake: Path) -> Iterator[TrainedModel]:
+def trained_models(lake: Location) -> Iterator[TrainedModel]:
     """Every model that is committed, by its id."""
-    for path in sorted(lake.glob("models/*/manifest.json")):
-        yield TrainedModel(lake, path.parent.name)
+    for folder in subfolders(lake / "models"):
+        if (folder / "manifest.json").exists():
+            yield TrainedModel(lake, folder.name)

@@ -9,9 +9,7 @@
 import itertools
 import json
 import logging
-import os
-import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,15 +21,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from schemas.config import Config
 from schemas.ids import RunId
 from schemas.manifest import Manifest, StageName, canonical, checksum, digest_of
+from tasks.lake.location import LakeError, Location, ObjectPath, lake_at
 from tasks.lake.shards import read_all
-from tasks.lake.storage import LakeError, exclusive, write_bytes
+from tasks.lake.storage import children, exclusive, move, read_many, remove, subfolders, write_bytes
 
 log = logging.getLogger(__name__)
-
-
-def default_lake() -> Path:
-    """`ROLLBOOK_LAKE`, else ./lake."""
-    return Path(os.environ.get("ROLLBOOK_LAKE", "lake"))
 
 
 class RunRecord(BaseModel):
@@ -57,29 +51,30 @@ class Branch(BaseModel):
     stage: StageName
     policy_version: int
 
-    def parent(self, lake: Path) -> "Run":
+    def parent(self, lake: Location) -> "Run":
         """The parent of a branch in `lake`."""
-        return Run(Path(self.lake) if self.lake else lake, self.run_id)
+        return Run(lake_at(self.lake) if self.lake else lake, self.run_id)
 
 
 @dataclass(frozen=True)
 class Run:
     """One run in a lake: a folder, its configurations and its committed stages; a branch's begin with its parent's."""
 
-    lake: Path
+    lake: Location
     run_id: str
 
     @property
-    def folder(self) -> Path:
+    def folder(self) -> Location:
         return self.lake / "runs" / self.run_id
 
     def exists(self) -> bool:
-        return any((self.folder / "configs").glob("*.json"))
+        return any(path.suffix == ".json" for path in children(self.folder / "configs"))
 
     @contextmanager
     def lock(self) -> Iterator[None]:
         """The right to write this run. Held by the operating system for one process, and freed when that dies.
 
+        On a store nobody holds it: there two writers meet as they commit, and one of them stops (`Attempt`).
         What the last writer left behind is cleared first, see `recover`.
         """
         with exclusive(self.folder / "writer.lock", f"run {self.run_id} in {self.lake}"):
@@ -90,6 +85,7 @@ class Run:
 
     @property
     def branch(self) -> Branch | None:
+        """Where this run leaves its parent; None if it is no branch."""
         path = self.folder / "branch.json"
         try:
             return Branch.model_validate_json(path.read_bytes())
@@ -100,12 +96,17 @@ class Run:
 
     def home(self, iteration: int, stage: StageName) -> "Run":
         """The run in whose folder a stage lies: this one, or an ancestor that a branch shares it with."""
-        branch = self.branch
-        if branch is None or (iteration, stage.place) >= (branch.iteration, branch.stage.place):
-            return self
-        return branch.parent(self.lake).home(iteration, stage)
+        return _home(self._line(), iteration, stage)
 
-    def fork(self, iteration: int, stage: StageName, lake: Path | None = None) -> Branch:
+    def _line(self) -> list[tuple[tuple[int, int], "Run"]]:
+        """This run, its parent and on, each with the place of the first stage in its own folder."""
+        line, run = [], self
+        while branch := run.branch:
+            line.append(((branch.iteration, branch.stage.place), run))
+            run = branch.parent(run.lake)
+        return [*line, ((0, 0), run)]
+
+    def fork(self, iteration: int, stage: StageName, lake: Location | None = None) -> Branch:
         """The record of a branch that leaves this run before a stage; `lake` is this run's, for a branch in another.
 
         Raises LakeError where an earlier stage isn't committed.
@@ -128,7 +129,7 @@ class Run:
 
     def records(self) -> dict[int, RunRecord]:
         """Every configuration, with the digests of what it names, by the first iteration it holds for."""
-        paths = sorted(p for p in (self.folder / "configs").glob("*.json") if p.stem.isdigit())
+        paths = [p for p in children(self.folder / "configs") if p.suffix == ".json" and p.stem.isdigit()]
         own = {int(p.stem): _read_record(p) for p in paths}
         if (branch := self.branch) is None:
             return own
@@ -152,16 +153,16 @@ class Run:
 
     # Manifests
 
-    def stage_folder(self, iteration: int, stage: StageName) -> Path:
+    def stage_folder(self, iteration: int, stage: StageName) -> Location:
         return self.home(iteration, stage).own_folder(iteration, stage)
 
-    def own_folder(self, iteration: int, stage: StageName) -> Path:
+    def own_folder(self, iteration: int, stage: StageName) -> Location:
         """Where the stage lies if this run wrote it, and no ancestor that it branched from."""
-        return Path(f"{self.lake}/runs/{self.run_id}/{iteration:06d}/{stage}")
+        return self.lake.joinpath(f"runs/{self.run_id}/{iteration:06d}/{stage}")
 
     def iterations(self) -> list[int]:
         """Iterations with a folder, in order; the last may be unfinished."""
-        found = {int(p.name) for p in self.folder.glob("[0-9]*") if p.name.isdigit() and p.is_dir()}
+        found = {int(path.name) for path in subfolders(self.folder) if path.name.isdigit()}
         if branch := self.branch:
             found |= {k for k in branch.parent(self.lake).iterations() if k <= branch.iteration}
         return sorted(found)
@@ -171,13 +172,17 @@ class Run:
 
         Raises LakeError for a manifest that can't be read.
         """
-        path = self.stage_folder(iteration, stage) / "manifest.json"
-        try:
-            return Manifest.model_validate_json(path.read_bytes())
-        except FileNotFoundError:
-            return None
-        except ValidationError as error:
-            raise LakeError(f"{path} is no manifest of this version of rollbook: {error.errors()[0]['msg']}") from None
+        return next(self._read([(iteration, stage)]))
+
+    def _read(self, places: Iterable[tuple[int, StageName]]) -> Iterator[Manifest | None]:
+        line = self._line()
+        paths = [_home(line, *place).own_folder(*place) / "manifest.json" for place in places]
+        for path, data in zip(paths, read_many(paths), strict=True):
+            try:
+                yield None if data is None else Manifest.model_validate_json(data)
+            except ValidationError as error:
+                problem = error.errors()[0]["msg"]
+                raise LakeError(f"{path} is no manifest of this version of rollbook: {problem}") from None
 
     def committed(self, iteration: int, stage: StageName) -> Manifest:
         manifest = self.manifest(iteration, stage)
@@ -185,12 +190,13 @@ class Run:
             raise LakeError(f"run {self.run_id} has not committed {stage} of iteration {iteration}")
         return manifest
 
-    def manifests(self) -> Iterator[Manifest]:
-        """Every committed stage of the run, in order."""
-        for iteration in self.iterations():
-            for stage in StageName:
-                if manifest := self.manifest(iteration, stage):
-                    yield manifest
+    def manifests(
+        self, iterations: Iterable[int] | None = None, stages: Collection[str] = frozenset(StageName)
+    ) -> Iterator[Manifest]:
+        """Every committed stage of the run, in order, or those of some iterations or stages."""
+        chosen = self.iterations() if iterations is None else iterations
+        places = itertools.product(chosen, [stage for stage in StageName if stage in stages])
+        return (manifest for manifest in self._read(places) if manifest)
 
     def read(self, manifest: Manifest, table: str) -> pa.Table:
         """All rows of a table of a committed stage, every byte checked against the manifest."""
@@ -198,7 +204,8 @@ class Run:
 
     def next_iteration(self) -> int:
         """The first iteration that isn't complete."""
-        return next(k for k in itertools.count() if not self.manifest(k, StageName.EVALUATE))
+        complete = {manifest.iteration for manifest in self.manifests(stages=[StageName.EVALUATE])}
+        return next(k for k in itertools.count() if k not in complete)
 
     def recover(self) -> None:
         """Clears what a writer that died left behind. For the holder of the lock alone.
@@ -206,38 +213,43 @@ class Run:
         A power loss can cut the newest manifest short: it is set aside and named, and its stage hasn't happened.
         Raises LakeError that names any other manifest that isn't as it was written.
         """
-        newest = True
-        for iteration, stage in itertools.product(reversed(self.iterations()), reversed(StageName)):
-            folder = self.stage_folder(iteration, stage)
-            if self.home(iteration, stage) != self or not folder.is_dir():
-                continue
-            for unfinished in folder.glob(".*"):
+        line = self._line()
+        places = itertools.product(reversed(self.iterations()), reversed(StageName))
+        folders = [self.own_folder(*place) for place in places if _home(line, *place) == self]
+        for folder in folders:
+            for unfinished in folder.glob(".*") if isinstance(folder, Path) else ():
                 log.warning("%s: left behind by an attempt that did not commit; removed", unfinished)
-                shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink()
-            path = folder / "manifest.json"
-            if not path.exists():
+                remove(unfinished)
+        newest = True
+        paths = [folder / "manifest.json" for folder in folders]
+        for path, data in zip(paths, read_many(paths), strict=True):
+            if data is None:
                 continue
-            if newest and _is_cut(path):
+            if newest and _is_cut(data):
                 aside = path.with_name("manifest.json.damaged")
-                path.rename(aside)
-                log.warning("%s was cut short; set aside as %s, and %s runs again", path, aside.name, stage)
+                move(path, aside)
+                log.warning("%s was cut short; set aside as %s, and %s runs again", path, aside.name, path.parent.name)
                 continue
             newest = False
-            _require_checksum(path)
+            _require_checksum(path, data)
 
 
-def _is_cut(path: Path) -> bool:
+def _home(line: Sequence[tuple[tuple[int, int], Run]], iteration: int, stage: StageName) -> Run:
+    return next(run for begins, run in line if (iteration, stage.place) >= begins)
+
+
+def _is_cut(data: bytes) -> bool:
     try:
-        json.loads(path.read_bytes())
+        json.loads(data)
     except ValueError:
         return True
     return False
 
 
-def _require_checksum(path: Path) -> None:
+def _require_checksum(path: Location, data: bytes) -> None:
     try:
-        data = json.loads(path.read_bytes())
-        if checksum(data) == data["checksum"]:
+        manifest = json.loads(data)
+        if checksum(manifest) == manifest["checksum"]:
             return
     except (ValueError, KeyError, TypeError):
         pass
@@ -247,7 +259,7 @@ def _require_checksum(path: Path) -> None:
     )
 
 
-def _read_record(path: Path) -> RunRecord:
+def _read_record(path: Location) -> RunRecord:
     try:
         return RunRecord.model_validate_json(path.read_bytes())
     except ValidationError as error:
@@ -256,24 +268,32 @@ def _read_record(path: Path) -> RunRecord:
         raise LakeError(f"{path} is no configuration of this version of rollbook: {where}: {problem['msg']}") from None
 
 
-def open_run(lake: Path, run_id: str | None = None) -> Run:
+def runs_in(lake: Location) -> list[Run]:
+    """Every run of a lake, by name."""
+    return [Run(lake, folder.name) for folder in subfolders(lake / "runs") if (folder / "configs").is_dir()]
+
+
+def open_run(lake: Location, run_id: str | None = None) -> Run:
     """The named run, or of those that are no branch the one written to last.
 
     Raises LakeError that names the runs there are.
     """
-    runs = sorted((p.parent for p in lake.glob("runs/*/configs")), key=lambda p: p.stat().st_mtime)
-    if run_id is None:
-        if not runs:
-            raise LakeError(f"no run in the lake {lake}; start one with: rollbook run CONFIG.toml --lake {lake}")
-        return Run(lake, max([p for p in runs if not (p / "branch.json").exists()] or runs, key=_last_write).name)
-    run = Run(lake, run_id)
-    if not run.exists():
-        raise LakeError(f"no run {run_id} in the lake {lake}; there are: {', '.join(p.name for p in runs) or 'none'}")
-    return run
+    if run_id is not None and (run := Run(lake, run_id)).exists():
+        return run
+    runs = runs_in(lake)
+    if run_id is not None:
+        names = ", ".join(run.run_id for run in runs)
+        raise LakeError(f"no run {run_id} in the lake {lake}; there are: {names or 'none'}")
+    if not runs:
+        raise LakeError(f"no run in the lake {lake}; start one with: rollbook run CONFIG.toml --lake {lake}")
+    return max([run for run in runs if not (run.folder / "branch.json").exists()] or runs, key=_last_write)
 
 
-def _last_write(folder: Path) -> float:
-    return max((p.stat().st_mtime for p in [*folder.glob("*/*/manifest.json"), folder / "configs"]), default=0.0)
+def _last_write(run: Run) -> float:
+    if isinstance(run.folder, ObjectPath):
+        return max((entry["LastModified"].timestamp() for entry in run.folder.listing(deep=True)), default=0.0)
+    written = [*run.folder.glob("*/*/manifest.json"), run.folder / "configs"]
+    return max((path.stat().st_mtime for path in written), default=0.0)
 
 
 def differences(old: RunRecord, new: RunRecord) -> list[str]:

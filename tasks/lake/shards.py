@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -12,7 +11,8 @@ from schemas import DECLARED
 from schemas.columns import Column, Table
 from schemas.manifest import Output
 from tasks.lake.digest import content_digest
-from tasks.lake.storage import LakeError, write_atomic
+from tasks.lake.location import LakeError, Location
+from tasks.lake.storage import write_atomic
 
 ROW_GROUP_BYTES = 128 << 20
 MAX_FILES = 16
@@ -22,7 +22,7 @@ class InvalidShard(ValueError):
     """A value breaks the table's declaration; the message names table, column, row and position."""
 
 
-def write_shard(path: Path, data: pa.Table, table: Table, facts: dict[str, str] | None = None) -> Output:
+def write_shard(path: Location, data: pa.Table, table: Table, facts: dict[str, str] | None = None) -> Output:
     """Validates and writes one shard; `facts` go into the file's metadata under `rollbook.<name>`.
 
     The path in the result is relative to its folder, where the manifest lies.
@@ -57,7 +57,7 @@ def write_shard(path: Path, data: pa.Table, table: Table, facts: dict[str, str] 
     )
 
 
-def read_shard(folder: Path, output: Output, columns: Sequence[str] | None = None) -> pa.Table:
+def read_shard(folder: Location, output: Output, columns: Sequence[str] | None = None) -> pa.Table:
     """Reads one committed shard, or some columns of it, refusing a file that isn't the one the manifest lists.
 
     Raises LakeError that names the file.
@@ -77,20 +77,21 @@ def read_shard(folder: Path, output: Output, columns: Sequence[str] | None = Non
     return file.read(columns)
 
 
-def read_all(folder: Path, outputs: Iterable[Output], table: str) -> pa.Table:
+def read_all(folder: Location, outputs: Iterable[Output], table: str) -> pa.Table:
     """All rows of one table of a committed stage, in shard order."""
     shards = [read_shard(folder, output) for output in outputs if output.table == table]
     return pa.concat_tables(shards) if shards else DECLARED[table].arrow.empty_table()
 
 
-def foreign_schema(path: Path, output: Output) -> str | None:
+def foreign_schema(path: Location, output: Output) -> str | None:
     """Why this version of rollbook doesn't read a listed file, in words; None where it does."""
     table = DECLARED.get(output.table)
     if table is None:
         return f"{path} is a shard of {output.table}, a table that this version of rollbook doesn't know"
     if output.fingerprint == table.fingerprint:
         return None
-    metadata = pq.read_metadata(path).metadata or {}
+    with path.open("rb") as stream:
+        metadata = pq.read_metadata(stream).metadata or {}
     version = metadata.get(b"rollbook.version", b"unknown").decode()
     return (
         f"{path} was written under schema version {version} of {table.name} (fingerprint {output.fingerprint}); this "

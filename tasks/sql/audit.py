@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
 
 import duckdb
 
+from tasks.lake.location import Location
 from tasks.sql import declared, shard_files
 from tasks.sql.connection import add_tables, open_snapshot
 from tasks.sql.snapshot import take
@@ -78,12 +78,12 @@ def _parse(name: str, text: str) -> Audit:
     return Audit(name, Severity(header["severity"]), header["why"], header["remedy"], text)
 
 
-def audit(lake: Path, run_id: str | None = None, iteration: int | None = None) -> list[Finding]:
+def audit(lake: Location, run_id: str | None = None, iteration: int | None = None) -> list[Finding]:
     """The findings of `report`. None: the invariants hold."""
     return report(lake, run_id, iteration).findings
 
 
-def report(lake: Path, run_id: str | None = None, iteration: int | None = None) -> Report:
+def report(lake: Location, run_id: str | None = None, iteration: int | None = None) -> Report:
     """Makes every audit of the lake, one run of it, or one iteration.
 
     An iteration with a shard that can't be read is found by file_digests or schema_fingerprints, and left out of the

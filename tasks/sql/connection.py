@@ -17,9 +17,9 @@ import pyarrow as pa
 
 from schemas import DECLARED, TABLES
 from schemas.columns import Table
+from tasks.lake.location import LakeError, Location, ObjectPath, reading_store
 from tasks.lake.shards import foreign_schema
-from tasks.lake.storage import LakeError
-from tasks.sql.snapshot import MANIFEST_TABLES, Snapshot, take
+from tasks.sql.snapshot import MANIFEST_TABLES, Snapshot, take, uncollected
 
 MEMORY_LIMIT = "2GB"
 """What DuckDB may hold; a larger query spills to the temporary folder. Half of a small machine."""
@@ -31,8 +31,9 @@ RELATIONS = frozenset([*DECLARED, *MANIFEST_TABLES, *VIEWS])
 """Everything that can be queried."""
 
 
+@uncollected()
 def connect(
-    lake: Path, run_id: str | None = None, iteration: int | None = None, query: str | None = None
+    lake: Location, run_id: str | None = None, iteration: int | None = None, query: str | None = None
 ) -> duckdb.DuckDBPyConnection:
     """A connection with every table and view of the lake, of one run or of all, of one iteration or of all.
 
@@ -54,6 +55,7 @@ def _named(query: str) -> frozenset[str]:
     return found or RELATIONS
 
 
+@uncollected()
 def open_snapshot(snapshot: Snapshot, names: frozenset[str] | None = None) -> duckdb.DuckDBPyConnection:
     """A connection over the committed shards of a snapshot, with all relations or those named."""
     names = RELATIONS if names is None else names
@@ -70,6 +72,8 @@ def open_snapshot(snapshot: Snapshot, names: frozenset[str] | None = None) -> du
         shards[output.table].append(Shard(None, output.rows == 0, str(path)))
 
     connection = duckdb.connect(":memory:", config=_settings())
+    if folders := [folder for folder in snapshot.folders() if isinstance(folder, ObjectPath)]:
+        connection.register_filesystem(reading_store(folders))
     connection.execute("SET TimeZone = 'UTC'; SET enable_progress_bar = false")
     for name in DECLARED:
         if name in names:

@@ -5,7 +5,6 @@ import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -16,7 +15,9 @@ from schemas import TABLES
 from schemas.columns import BOOL, INT64, ITERATION, RUN_ID, STRING, Column, Table
 from schemas.manifest import Output
 from tasks.lake.digest import content_digest
+from tasks.lake.location import Location
 from tasks.lake.shards import foreign_schema, schema_difference
+from tasks.lake.storage import children
 from tasks.sql import texts
 from tasks.sql.shard_values import (
     ABOVE_MAXIMUM,
@@ -94,7 +95,7 @@ def inspect(snapshot: Snapshot) -> Inspection:
     policies = {run_id: records[max(records)].config.models.policy for run_id, records in snapshot.records.items()}
     readers, skipped = texts.readers(policies)
 
-    def one(listed: tuple[Entry, Output, Path]) -> _Shard:
+    def one(listed: tuple[Entry, Output, Location]) -> _Shard:
         entry, output, path = listed
         return _inspect(snapshot.lake, entry, output, path, readers.get(entry.run_id))
 
@@ -103,7 +104,7 @@ def inspect(snapshot: Snapshot) -> Inspection:
     rows = [shard.row for shard in shards]
     for entry in snapshot.entries:
         names = {"manifest.json", "attempts"} | {o.path for o in entry.manifest.outputs}
-        strays = sorted(p for p in entry.folder.iterdir() if p.name not in names)
+        strays = [path for path in children(entry.folder) if path.name not in names]
         rows += [_row(snapshot.lake, entry, path, listed=False) for path in strays]
     files = arrow_table(FILES, [tuple(row.get(c.name) for c in FILES.columns) for row in rows])
     inspection = Inspection(files, {}, skipped)
@@ -120,13 +121,13 @@ def inspect(snapshot: Snapshot) -> Inspection:
     return inspection
 
 
-def _row(lake: Path, entry: Entry, path: Path, **found: Any) -> dict[str, Any]:
+def _row(lake: Location, entry: Entry, path: Location, **found: Any) -> dict[str, Any]:
     run_id, iteration, stage = entry.place
     place = path.relative_to(lake).as_posix()
     return {"run_id": run_id, "iteration": iteration, "stage": stage, "path": place} | found
 
 
-def _inspect(lake: Path, entry: Entry, output: Output, path: Path, reader: texts.Reader | None) -> _Shard:
+def _inspect(lake: Location, entry: Entry, output: Output, path: Location, reader: texts.Reader | None) -> _Shard:
     row = _row(
         lake,
         entry,

@@ -1,16 +1,18 @@
 """What a lake has committed at one moment: the manifests, and the tables that are made of them."""
 
+import gc
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from schemas.columns import INT32, INT64, ITERATION, RUN_ID, STRING, Column, Table
 from schemas.manifest import Manifest, Output, StageName, canonical
+from tasks.lake.location import Location
 from tasks.lake.models import trained_models
-from tasks.lake.runs import Run, RunRecord, open_run
+from tasks.lake.runs import Run, RunRecord, open_run, runs_in
 
 FLOAT64 = pa.float64()
 INSTANT = pa.timestamp("us", tz="UTC")
@@ -103,13 +105,25 @@ Rows = list[tuple[Any, ...]]
 MANIFEST_TABLES = {t.name: t for t in (STAGES, INPUTS, OUTPUTS, SETTINGS)}
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Spares the garbage collector looking again and again at thousands of manifests that all live on."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 @dataclass(frozen=True)
 class Entry:
     """A committed stage as part of a run: of a branch too, where it lies in the folder of an ancestor."""
 
     run_id: str
     manifest: Manifest
-    folder: Path
+    folder: Location
 
     @property
     def shared(self) -> bool:
@@ -125,16 +139,22 @@ class Snapshot:
     """The committed stages of some runs of a lake, in order, the configurations of those runs, and the shards that
     belong to no run but to a trained model."""
 
-    lake: Path
+    lake: Location
     entries: tuple[Entry, ...]
     records: dict[str, dict[int, RunRecord]]
-    of_models: tuple[tuple[Output, Path], ...] = ()
+    of_models: tuple[tuple[Output, Location], ...] = ()
 
-    def outputs(self) -> Iterator[tuple[Entry, Output, Path]]:
+    def outputs(self) -> Iterator[tuple[Entry, Output, Location]]:
         """Every listed shard with the stage that lists it and its place."""
         for entry in self.entries:
             for output in entry.manifest.outputs:
                 yield entry, output, entry.folder / output.path
+
+    def folders(self) -> set[Location]:
+        """What holds the shards: the folder of the iteration where there is one, else those of the runs; of models."""
+        iterations = {entry.folder.parent for entry in self.entries}
+        above = iterations if len(iterations) == 1 else {iteration.parent for iteration in iterations}
+        return above | {path.parent for _, path in self.of_models}
 
     def without(self, iterations: set[tuple[str, int]]) -> "Snapshot":
         """The same without some (run_id, iteration)."""
@@ -165,31 +185,26 @@ class Snapshot:
         return {name: arrow_table(MANIFEST_TABLES[name], made()) for name, made in rows.items() if name in names}
 
 
+@uncollected()
 def take(
-    lake: Path, run_id: str | None = None, iteration: int | None = None, stages: Collection[str] | None = None
+    lake: Location, run_id: str | None = None, iteration: int | None = None, stages: Collection[str] | None = None
 ) -> Snapshot:
     """Reads the manifests of one run or of all, of one iteration or of all, of some stages or of all.
 
     Raises LakeError where there is no such run, or a manifest can't be read.
     """
     lake = lake.absolute()
-    runs = [] if run_id else [Run(lake, p.parent.name) for p in sorted(lake.glob("runs/*/configs"))]
+    runs = [] if run_id else runs_in(lake)
     models = tuple((o, m.folder / o.path) for m in trained_models(lake) for o in m.committed().outputs)
     if not (runs or (models and run_id is None)):
         runs = [open_run(lake, run_id)]
+    chosen = None if iteration is None else [iteration]
     entries = tuple(
         Entry(run.run_id, m, Run(lake, m.run_id).own_folder(m.iteration, m.stage))
         for run in runs
-        for m in _manifests(run, iteration, stages)
+        for m in run.manifests(chosen, frozenset(StageName) if stages is None else stages)
     )
     return Snapshot(lake, entries, {run.run_id: run.records() for run in runs}, models)
-
-
-def _manifests(run: Run, iteration: int | None, stages: Collection[str] | None) -> Iterator[Manifest]:
-    for k in run.iterations() if iteration is None else [iteration]:
-        for stage in StageName if stages is None else [s for s in StageName if s in stages]:
-            if manifest := run.manifest(k, stage):
-                yield manifest
 
 
 def _stage(entry: Entry) -> tuple[Any, ...]:

@@ -16,8 +16,9 @@ from transformers import AutoConfig, PrinterCallback
 from schemas.manifest import canonical, digest_of
 from schemas.supervised import RewardModelConfig, SftConfig, Supervised
 from tasks.engines.policy_folder import stop_token_ids
+from tasks.lake.location import LakeError, Location
 from tasks.lake.models import TrainedModel
-from tasks.lake.storage import LakeError, exclusive, write_bytes
+from tasks.lake.storage import exclusive, write_bytes
 from tasks.models import state
 from tasks.models.loading import DTYPES, load_causal_lm, load_tokenizer, value_head
 from tasks.models.reward_model import RewardModel
@@ -59,7 +60,7 @@ def train(config: Supervised, seed: int) -> None:
     shutil.rmtree(scratch)
 
 
-def record(lake: Path, config: Supervised) -> None:
+def record(lake: Location, config: Supervised) -> None:
     """Commits `models`, and of a reward model `preference_scores`, from what was measured in the models' folders."""
     key = key_of(config)
     rows = [_read_record(config.folder(seed), key) for seed in config.seeds]
@@ -70,7 +71,7 @@ def record(lake: Path, config: Supervised) -> None:
         model.commit(key, tables)
 
 
-def require_free(lake: Path, config: Supervised) -> None:
+def require_free(lake: Location, config: Supervised) -> None:
     """Raises LakeError where the lake has a model of that id under another key."""
     standing = TrainedModel(lake, config.id).manifest()
     if standing is not None and standing.key != key_of(config):

@@ -16,6 +16,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from schemas.ids import sample_id
+from schemas.manifest import StageName
 from tasks.lake.runs import Run
 from tests.generated_lake import Point, write_run
 
@@ -58,9 +59,11 @@ def print_storage(run: Run) -> None:
             if manifest.iteration == 0:
                 path = run.stage_folder(0, manifest.stage) / output.path
                 as_json[output.table] += sum(len(json.dumps(row)) + 1 for row in pq.read_table(path).to_pylist())
-    first = run.read(run.committed(0, "rollout"), "rollouts")["response_len"].to_numpy().sum()
+    first = run.read(run.committed(0, StageName.ROLLOUT), "rollouts")["response_len"].to_numpy().sum()
     tokens = sum(
-        run.read(m, "rollouts")["response_len"].to_numpy().sum() for m in run.manifests() if m.stage == "rollout"
+        run.read(m, "rollouts")["response_len"].to_numpy().sum()
+        for m in run.manifests()
+        if m.stage is StageName.ROLLOUT
     )
     print(f"{tokens:,} response tokens, bytes a token:")
     for table in stored:

@@ -122,7 +122,7 @@ def test_a_run_that_could_not_begin_may_be_corrected(rollbook: Rollbook, tiny_to
     ("override", "says"),
     [
         ("train.clp=0.1", "did you mean train.clip?"),
-        ("run.seed=18446744073709551616", "run.seed"),
+        pytest.param("run.seed=18446744073709551616", "run.seed", id="s71_a_seed_beyond_64_bit"),
         ("rollout.top_p=0.9", "biases every ratio"),
         pytest.param("rollout.temperature=0", "rollout.temperature", id="s33_temperature_0"),
         ("models.policy=nowhere", "no model at nowhere"),
