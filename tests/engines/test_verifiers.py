@@ -164,7 +164,7 @@ while len(open(PIDS).read().split()) < 3: time.sleep(0.01)
 def test_s68_a_program_inherits_no_secret_and_leaves_nothing_behind(tmp_path, monkeypatch, ending):
     monkeypatch.setenv("SECRET_API_KEY", "sk-1")
     pids = tmp_path / "pids"
-    (score,) = scored([f"PIDS = {str(pids)!r}\n{SPIES}{ending}"], {"tests": "pass"}, check="tests", seconds=2.0)
+    (score,) = scored([f"PIDS = {str(pids)!r}\n{SPIES}{ending}"], {"tests": "pass"}, check="tests", seconds=1.0)
     assert (score.raw, score.status) == (0.0 if ending else 1.0, "ok")
     started = [int(pid) for pid in pids.read_text().split()]
     assert len(started) == 3
@@ -214,5 +214,12 @@ def test_the_tasks_of_reasoning_gym_are_prompts_with_verifiers():
     ],
 )
 def test_a_task_that_cant_be_made_is_refused(task, says):
-    with pytest.raises(PromptError, match=says):
-        read_pool(f"reasoning_gym:{task}")
+    from tasks.verifiers import gym
+
+    with pytest.raises(ValueError, match=says):
+        list(gym.prompts(task))
+
+
+def test_a_pool_that_cant_be_made_is_refused_with_the_reason():
+    with pytest.raises(PromptError, match=r"'reasoning_gym:chain_sum\?sise=3': chain_sum has no option sise"):
+        read_pool("reasoning_gym:chain_sum?sise=3")

@@ -39,6 +39,8 @@ def by_answer(prompt, response, metadata):
     if metadata["answer"] == 8: time.sleep(99)
     return float(metadata["answer"])
 
+def no_steps(prompt, response, metadata, tokens): return None
+
 def hang(prompt, response, metadata): time.sleep(99)
 
 def constant(prompt, response, metadata): return 1.0
@@ -143,7 +145,8 @@ def test_s36_a_failed_score_may_count_as_a_stated_value(
     substituting = function("by_answer", timeout=0.3, on_failure={"substitute": -1.0})
     dropping = function("by_answer", timeout=0.3) | {"name": "dropping"}
     ensemble = {"kind": "ensemble", "options": {"members": [str(tiny_classifier)] * 2, "combine": "min"}}
-    at = start(config_of([substituting, dropping, {"name": "both", **ensemble}]))
+    steps = function("no_steps", on_failure={"substitute": -0.5}) | {"kind": "process"}
+    at = start(config_of([substituting, dropping, steps, {"name": "both", **ensemble}]))
     score(at, sampled(at))
     answer_of = answers(at)
     assert {"reward both.0", "reward both.1"} < set(at.run.committed(0, StageName.SCORE).key_parts["identity"])
@@ -151,6 +154,8 @@ def test_s36_a_failed_score_may_count_as_a_stated_value(
         answer = answer_of[row["sample_id"]]
         if row["source"] == "both":
             assert row["members"] == [row["raw"], row["raw"]]
+        elif row["source"] == "no_steps":  # the value stands on the last token
+            assert (row["raw"], row["value"], row["process"][-1], sum(row["process"])) == (None, -0.5, -0.5, -0.5)
         elif STATUS[answer] == "ok":
             assert row["raw"] == row["value"] == answer
         else:
