@@ -13,6 +13,7 @@ from tasks.engines.warm import resources, warm
 from tasks.lake.location import Location, lake_at
 from tasks.lake.runs import Run, RunRecord, differences
 from tasks.models.samples import resolve
+from tasks.models.trained import require_targets
 from tasks.models.weights import folder_digest
 from tasks.pretraining_texts import pretraining_texts
 from tasks.prompt_pool import read_pool
@@ -50,6 +51,7 @@ def prepare(lake: Location, config: Config, *, change_config: bool = False) -> R
     run = Run(lake, config.run.id)
     with run.lock():
         new = RunRecord(config=config, digests=digests(config))
+        require_targets(config)
         pool = read_pool(config.prompts.source).prompts
         draw(config.run.seed, len(pool), config.prompts.per_iteration, 0)  # a pool that is too small fails here
         begun = [k for k in run.iterations() if run.manifest(k, StageName.SAMPLE_PROMPTS)]
@@ -58,6 +60,12 @@ def prepare(lake: Location, config: Config, *, change_config: bool = False) -> R
             return run
         records = run.records()
         changed = differences(records[max(records)], new)
+        if records[max(records)].config.models.training != config.models.training:
+            raise ConfigError(
+                f"run {run.run_id} trains other weights of its models than this configuration (models.critic, "
+                f"models.lora, models.critic_lora), and its learner states hold those alone; start another run "
+                f"(--run NAME)"
+            )
         if changed and not change_config:
             record = run.folder / "configs" / f"{max(records):06d}.json"
             raise ConfigError(

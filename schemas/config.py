@@ -42,6 +42,17 @@ class RunSection(Section):
     iterations: PositiveInt = Field(1, description="PPO iterations in all")
 
 
+class Lora(Section):
+    """A low-rank adapter, such as `{ rank = 16, alpha = 32, targets = ["q_proj", "v_proj"] }`: it alone trains, and
+    beside it the critic's value head."""
+
+    rank: PositiveInt = 16
+    alpha: PositiveFloat = Field(32.0, description="an adapted weight is W + alpha / rank * B A")
+    targets: tuple[str, ...] | None = Field(
+        None, min_length=1, description="names of the backbone's linear layers to adapt; all of them if not given"
+    )
+
+
 class ModelsSection(Section):
     """Where the models come from (folders in Hugging Face layout), how they compute, and what of them trains."""
 
@@ -52,6 +63,11 @@ class ModelsSection(Section):
         description="a sequence classifier to start the critic from; else the policy's backbone and a fresh head: a "
         'copy of it, or with "shared" the very backbone that the policy trains',
     )
+    lora: Lora | None = Field(
+        None,
+        description="{ rank, alpha, targets }: train an adapter of the policy; without it, that is the reference",
+    )
+    critic_lora: Lora | None = Field(None, description="train an adapter of the critic, and its value head")
     compute_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="dtype of matrix products in learner and forwards; weights stay float32"
     )
@@ -64,6 +80,26 @@ class ModelsSection(Section):
     def critic_folder(self) -> str | None:
         """Where the critic starts from; None where that is the policy."""
         return None if self.shares_backbone else self.critic
+
+    @property
+    def training(self) -> tuple[bool, Lora | None, Lora | None]:
+        """What of the models trains. It shapes every learner state, so it stays the same for a whole run."""
+        return self.shares_backbone, self.lora, self.critic_lora
+
+    @model_validator(mode="after")
+    def _gives_each_weight_one_role(self) -> "ModelsSection":
+        if self.shares_backbone and self.critic_lora is not None:
+            raise ValueError(
+                "models.critic = \"shared\" is a head on the policy's backbone, which models.critic_lora can't adapt "
+                "apart; use models.lora, which then adapts the backbone of both, or leave models.critic out"
+            )
+        if self.lora is not None and self.reference not in (None, self.policy):
+            raise ValueError(
+                f"models.lora trains an adapter on {self.policy}, and the reference is that very model with the "
+                f"adapter switched off, so models.reference can't be {self.reference}; remove it, or train without "
+                f"models.lora"
+            )
+        return self
 
 
 class PromptsSection(Section):
@@ -612,6 +648,16 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _reads_a_whole_reference(self) -> "Config":
+        if self.models.lora is not None and self.advantages.exact_kl and self.train.zero_stage == 3:
+            raise ValueError(
+                f'advantages.kl_estimator = "{self.advantages.kl_estimator}" reads the output embedding of the '
+                f"reference, which models.lora shares with the policy and train.zero_stage = 3 keeps in parts; set "
+                f"train.zero_stage to 2 or less"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _penalises_within_the_limit(self) -> "Config":
         margin, limit = self.outcome.overlong_margin, self.rollout.max_new_tokens
         if margin is not None and margin > limit:
@@ -666,7 +712,7 @@ def _given_in_vain(config: Config) -> list[str]:
     estimator = f'advantages.estimator = "{advantages.estimator}"'
     if not advantages.estimator.has_critic:
         keys = ("critic_lr", "critic_grad_clip", "critic_warmup_iterations", "value_clip", "value_coef")
-        of_critic = ("models.critic", *(f"train.{key}" for key in keys))
+        of_critic = ("models.critic", "models.critic_lora", *(f"train.{key}" for key in keys))
         unread |= dict.fromkeys(of_critic, f"{estimator} has no critic")
         unread["advantages.lam"] = f"{estimator} is not GAE"
     elif config.models.shares_backbone:
@@ -740,6 +786,7 @@ def explain(problem: Any, known: list[str]) -> str:
     location = [str(part) for part in problem["loc"]]
     key = ".".join(location)
     if problem["type"] == "extra_forbidden":
+        known = [*known, *(f"models.{name}.{key}" for name in ("lora", "critic_lora") for key in Lora.model_fields)]
         pattern = ".".join("*" if part.isdigit() else part for part in location)
         near = difflib.get_close_matches(pattern, known, n=1, cutoff=0.5) or difflib.get_close_matches(
             location[-1], [k.split(".")[-1] for k in known], n=1, cutoff=0.5

@@ -38,6 +38,19 @@ TABLE = Table(
             unit="nats",
             nullable=True,
         ),
+        Column("adapted_weights", INT64, "weights that the policy's adapter changes; null without one", nullable=True),
+        Column(
+            "lost_weights",
+            INT64,
+            "of these, as many are the base's again in the engine's dtype; null without an adapter",
+            nullable=True,
+        ),
+        Column(
+            "merge_error_max",
+            FLOAT32,
+            "largest change of a merged weight by rounding to the engine's dtype; null without an adapter",
+            nullable=True,
+        ),
         Column("seconds", FLOAT32, "time the sync took", unit="s", volatile=True),
     ),
 )

@@ -186,10 +186,12 @@ def _as_reference(engine: RolloutEngine, held: Warm, version: int) -> Iterator[N
 
     The very engine that answers for the policy, so that the two differ by their weights alone.
     """
-    folder = resolve(held.config.models.reference or held.config.models.policy)
+    models = held.config.models
+    folder = resolve(models.reference or models.policy)
     try:
         try:
-            engine.sync(NO_VERSION, load_causal_lm(folder).named_parameters())
+            bare = held.learner(version).base_tensors() if models.lora else load_causal_lm(folder).named_parameters()
+            engine.sync(NO_VERSION, bare)
         except SyncError as error:
             raise StageError(
                 f"the reference {folder} can't answer the held-out prompts, because its weights don't fit the policy's "

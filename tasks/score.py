@@ -230,8 +230,8 @@ def _run_forwards(rollouts: pa.Table, dropped: list[bool], staging: Staging, hel
     recomputed, has_critic = settings.old_logp == "learner", settings.estimator.has_critic
     learner_logp = value = bootstrap_value = None
     if settings.exact_kl == "reward":
-        learner, reference = held.learner(staging.version), held.reference()
-        learner_logp, ref_logp, exact_kl = learner.exact_kl(reference, sequences, layout)
+        learner = held.learner(staging.version)
+        learner_logp, ref_logp, exact_kl = learner.exact_kl(held.reference(learner), sequences, layout)
         report(StageName.SCORE, 2 * rollouts.num_rows // 3, rollouts.num_rows, "learner and reference")
         value, bootstrap_value = learner.values(sequences, layout) if has_critic else (None, None)
         return _Forwards(learner_logp, ref_logp, exact_kl, value, bootstrap_value)
@@ -242,7 +242,7 @@ def _run_forwards(rollouts: pa.Table, dropped: list[bool], staging: Staging, hel
     elif has_critic:
         value, bootstrap_value = held.learner(staging.version).values(sequences, layout)
     report(StageName.SCORE, 2 * rollouts.num_rows // 3, rollouts.num_rows, "learner")
-    ref_logp = held.reference().logp(sequences, layout)
+    ref_logp = held.reference(held.learner(staging.version)).logp(sequences, layout)
     report(StageName.SCORE, rollouts.num_rows, rollouts.num_rows, "reference")
     return _Forwards(learner_logp, ref_logp, None, value, bootstrap_value)
 

@@ -7,12 +7,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
 
 from schemas.manifest import StageName
 from schemas.policies import TABLE
 from tasks.engines.learner import Learner
 from tasks.engines.rollout_engine import RolloutEngine
 from tasks.engines.warm import Warm, warm
+from tasks.models.loading import DTYPES
 from tasks.models.sequences import Sequences, micro_batches
 from tasks.stage import At, Committed, Result, StageError, Staging, run_stage
 
@@ -74,6 +76,9 @@ def _row(
         "probe_tokens": 0,
         "probe_logp_diff_mean": None,
         "probe_logp_diff_max": None,
+        "adapted_weights": None,
+        "lost_weights": None,
+        "merge_error_max": None,
         "seconds": 0.0,
     }
 
@@ -102,12 +107,14 @@ def _admit(staging: Staging, held: Warm, version: int) -> dict[str, Any]:
     engine = held.any_rollout_engine()
     started = time.perf_counter()
     try:
+        merge = _require_merged(learner, DTYPES[staging.config.rollout.dtype], version)
         sent = engine.sync(version, learner.actor_tensors())
         probe = _probe(staging, engine, learner)
     except BaseException:
         held.discard_rollout_engine()
         raise
     return {
+        **merge,
         "sync_method": sent.method,
         "bytes": sent.bytes,
         "tensors_sent": sent.tensors,
@@ -120,6 +127,23 @@ def _admit(staging: Staging, held: Warm, version: int) -> dict[str, Any]:
 
 PROBE_SAMPLES = 4
 """Samples of the iteration that serve as the probe batch."""
+
+
+def _require_merged(learner: Learner, dtype: torch.dtype, version: int) -> dict[str, Any]:
+    """What of the policy's adapter the engine's dtype loses; nothing without an adapter.
+
+    Raises StageError where that is all of it, so that the engine would sample from the bare base.
+    """
+    loss = learner.merge_loss(dtype)
+    if loss is None:
+        return {}
+    if loss.changed and loss.lost == loss.changed:
+        raise StageError(
+            f"policy version {version} is not admitted: its adapter changes {loss.changed} weights, and every one "
+            f"rounds to what the base's rounds to in {dtype}, so the engine would sample from the bare base. Set "
+            f'rollout.dtype = "float32", or raise train.actor_lr or models.lora.alpha'
+        )
+    return {"adapted_weights": loss.changed, "lost_weights": loss.lost, "merge_error_max": loss.error}
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def _update(staging: Staging) -> Result:
     parent, settings = learner.actor_digest(), staging.config.advantages
     before = learner.carried.kl_coef_under(settings)
     penalty_before = learner.carried.penalty_coef_under(staging.config.train)
-    reference = held.reference() if settings.exact_kl == "loss" else None
+    reference = held.reference(learner) if settings.exact_kl == "loss" else None
     try:
         update = learner.update(staging.read("rollouts"), experience, staging.config, at.iteration, reference)
     except BaseException:

@@ -22,10 +22,11 @@ from schemas.updates import Objective
 from tasks.carried import Carried
 from tasks.engines.zero import ZeroEngine
 from tasks.lake.location import LakeError, Location
-from tasks.models import state
-from tasks.models.loading import ActorCritic, Critic, FrozenPolicy, Policy, autocast, device, policy_logp
+from tasks.models import lora, state
+from tasks.models.frozen import Weights
+from tasks.models.loading import ActorCritic, BarePolicy, Critic, Policy, Reference, autocast, device, policy_logp
 from tasks.models.sequences import Batch, RowIndices, Sequences, batch, layout, micro_batches, ragged
-from tasks.models.trained import open_critic, open_policy
+from tasks.models.trained import adapter_bases, open_critic, open_policy, require_same_training, training_facts
 from tasks.models.weights import tensors_digest
 from tasks.ppo.finite import valid
 from tasks.ppo.kl import KlEstimator, reference_kl_loss
@@ -127,7 +128,7 @@ class _Minibatch:
     values: int
     config: Config
     critic_only: bool
-    reference: FrozenPolicy | None
+    reference: Reference | None
 
 
 @dataclass
@@ -172,6 +173,7 @@ class Learner:
         self.carried = carried
         self._actor_engine = ZeroEngine(policy, config.train, actor_steps)
         self._critic_engine = None if critic is None else ZeroEngine(critic, config.train, critic_steps)
+        self._training = training_facts(config)
         self._digests: dict[str, str] = {}
 
     @property
@@ -230,7 +232,7 @@ class Learner:
 
     @torch.no_grad()
     def exact_kl(
-        self, reference: FrozenPolicy, sequences: Sequences, layout: list[RowIndices]
+        self, reference: Reference, sequences: Sequences, layout: list[RowIndices]
     ) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
         """Log-probs of this policy and of the reference, as `logp` gives them, and the exact KL(policy || reference) of
         the distributions that every response token was drawn from, in nats; float32, by row."""
@@ -256,7 +258,7 @@ class Learner:
         experience: pa.Table,
         config: Config,
         iteration: int,
-        reference: FrozenPolicy | None = None,
+        reference: Reference | None = None,
     ) -> Update:
         """Trains on the rows that aren't dropped: epochs of seeded minibatches, one optimizer step each.
 
@@ -347,7 +349,7 @@ class Learner:
         micros: list[RowIndices],
         config: Config,
         critic_only: bool,
-        reference: FrozenPolicy | None,
+        reference: Reference | None,
     ) -> list[_Seen]:
         """Adds up the gradients of a minibatch, micro-batch by micro-batch, under one denominator each."""
         train = config.train
@@ -485,9 +487,25 @@ class Learner:
     # Weights
 
     @property
-    def trained(self) -> dict[str, nn.Module]:
+    def trained(self) -> dict[str, Weights]:
         """What the optimizers change, by name."""
-        return {"actor": self.policy, **({} if self.critic is None else {"critic": self.critic})}
+        return {name: engine.trained for name, engine, _ in self._parts()}
+
+    @property
+    def reference(self) -> BarePolicy:
+        """The policy that the adapter is put on. Only for a learner with one."""
+        return BarePolicy(self._actor_engine, self.policy)
+
+    def base_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """As `actor_tensors`, without what an adapter adds."""
+        return self._actor_engine.named_tensors(self.policy.model, aliases=True, adapted=False)
+
+    def merge_loss(self, dtype: torch.dtype) -> lora.MergeLoss | None:
+        """What of the policy's adapter a rollout engine of this dtype loses; None without an adapter."""
+        if self.config.models.lora is None:
+            return None
+        tensors = (self._actor_engine.named_tensors(self.policy.model, adapted=adapted) for adapted in (False, True))
+        return lora.merge_loss(((base, merged) for (_, base), (_, merged) in zip(*tensors, strict=True)), dtype)
 
     def actor_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every full tensor of the actor under each of its names in a checkpoint, a tied output embedding included."""
@@ -514,9 +532,15 @@ class Learner:
         """Writes all that the next update depends on; the folder appears whole or not at all."""
         with state.writing(folder) as staged:
             parts = self._parts()
+            bases = adapter_bases(self.config)
             for name, engine, model in parts:
-                model.config.save_pretrained(staged / name)
-                _save(staged / name / "model.safetensors", engine.named_tensors(model))
+                (staged / name).mkdir()
+                if name in bases:
+                    _save(staged / name / lora.WEIGHTS, engine.full(lora.adapter_parameters(model)))
+                    (staged / name / lora.SETTINGS).write_text(lora.settings_json(model, bases[name]))
+                else:
+                    model.config.save_pretrained(staged / name)
+                    _save(staged / name / "model.safetensors", engine.named_tensors(model))
                 _save(staged / f"{name}_adam.safetensors", engine.moments())
             if (head := _value_head(self.policy, self.critic)) is not None:
                 _save(staged / "critic_head.safetensors", parts[-1][1].named_tensors(head))
@@ -524,7 +548,7 @@ class Learner:
                 "version": self.version,
                 "actor_steps": self._actor_engine.steps,
                 "critic_steps": 0 if self._critic_engine is None else self._critic_engine.steps,
-                "shared_backbone": self.config.models.shares_backbone,
+                "training": self._training,
                 "value_head_digest": self.value_head_digest,
                 "carried": self.carried.facts(),
                 "actor_digest": self.actor_digest(),
@@ -544,12 +568,7 @@ class Learner:
     @classmethod
     def _read(cls, config: Config, folder: Path) -> "Learner":
         record = json.loads((folder / "state.json").read_text())
-        if record["shared_backbone"] != config.models.shares_backbone:
-            held = "on the policy's backbone" if record["shared_backbone"] else "apart from the policy, or none"
-            raise LakeError(
-                f"{folder} holds a critic {held}, but models.critic is {config.models.critic!r}; go on with what the "
-                f"run had, or start another run (--run NAME)"
-            )
+        require_same_training(record["training"], config, folder)
         learner = cls(
             config,
             open_policy(config, folder),

@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
-from torch import nn
-
 from schemas.config import Config
 from schemas.manifest import Manifest, StageName, digest_of
 from tasks.engines.learner import Learner
@@ -20,8 +18,8 @@ from tasks.engines.rollout_engine import RolloutEngine, open_rollout_engine
 from tasks.engines.scorer import RewardScorer, open_scorers
 from tasks.lake.location import Location
 from tasks.lake.runs import Run
-from tasks.models.frozen import require_frozen
-from tasks.models.loading import FrozenPolicy, load_tokenizer
+from tasks.models.frozen import require_frozen, weights_of
+from tasks.models.loading import FrozenPolicy, Reference, load_tokenizer
 from tasks.models.samples import resolve
 from tasks.models.state import saved_versions
 from tasks.models.weights import folder_digest
@@ -137,12 +135,18 @@ class Warm:
             log.info("rebuilding policy version %d from the stored experience", manifest.policy_version_out)
             k = manifest.iteration
             then = self.run.home(k, StageName.TRAIN).config_at(k)
+            if then.models.training != self.config.models.training:
+                raise StageError(
+                    f"policy version {manifest.policy_version_out} of run {self.run.run_id} was trained under other "
+                    f"models.lora, models.critic_lora or models.critic than are configured now, which start from the "
+                    f"bare models; go on with what the run had, or start another run (--run NAME)"
+                )
             learner.update(
                 self.run.read(self.run.committed(k, StageName.ROLLOUT), "rollouts"),
                 self.run.read(self.run.committed(k, StageName.ADVANTAGES), "experience"),
                 then,
                 k,
-                self.reference() if then.advantages.exact_kl == "loss" else None,
+                self.reference(learner) if then.advantages.exact_kl == "loss" else None,
             )
             rebuilt = learner.actor_digest(), learner.critic_digest(), learner.carried.facts()
             if rebuilt != tuple(manifest.facts[name] for name in ("actor_digest", "critic_digest", "carried")):
@@ -161,7 +165,10 @@ class Warm:
             self._learner = None
             gc.collect()
 
-    def reference(self) -> FrozenPolicy:
+    def reference(self, learner: Learner) -> Reference:
+        """The reference; of a learner whose policy is an adapter, the base of that."""
+        if self.config.models.lora is not None:
+            return learner.reference
         if self._reference is None:
             folder = resolve(self.config.models.reference or self.config.models.policy)
             self._reference = FrozenPolicy.load(folder, self.config)
@@ -178,11 +185,15 @@ class Warm:
         """Reference and reward models share no weight with the learner."""
         if self._learner is None:
             return
-        frozen: dict[str, nn.Module] = {
-            f"reward {name}": model for scorer in self._scorers or [] for name, model in scorer.models.items()
+        frozen = {
+            f"reward {name}": weights_of(model)
+            for scorer in self._scorers or []
+            for name, model in scorer.models.items()
         }
-        if self._reference is not None:
-            frozen["reference"] = self._reference.policy
+        if self.config.models.lora is not None:
+            frozen["reference"] = self._learner.reference.weights
+        elif self._reference is not None:
+            frozen["reference"] = self._reference.weights
         require_frozen(frozen, self._learner.trained)
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 import ctypes
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from schemas.config import TrainSection
 from tasks.models.loading import device
+from tasks.models.lora import checkpoint_tensors, merged
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -50,7 +51,7 @@ def _keep_freed_memory() -> None:
 
 
 class ZeroEngine:
-    """A model, its AdamW and DeepSpeed's engine around them.
+    """A model, AdamW over those of its parameters that want a gradient, and DeepSpeed's engine around them.
 
     Clipping and skipping use AdamW's own protocol for loss scaling (`grad_scale`, `found_inf`), which works under every
     ZeRO stage and leaves weights and moments untouched, bit for bit, where a step is skipped.
@@ -61,8 +62,9 @@ class ZeroEngine:
         deepspeed = _deepspeed()
         self.module = module
         self.stage = train.zero_stage
+        self.trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self.optimizer: Any = torch.optim.AdamW(
-            module.parameters(),
+            [p for _, p in self.trained],
             lr=0.0,
             betas=train.adam_betas,
             eps=train.adam_eps,
@@ -96,11 +98,11 @@ class ZeroEngine:
     def grad_norm(self) -> float:
         """L2 norm of the accumulated gradient; not finite where the gradient isn't."""
         if self.stage == 0:
-            norms = list(torch._foreach_norm([p.grad for p in self.module.parameters() if p.grad is not None]))
+            norms = list(torch._foreach_norm([p.grad for _, p in self.trained if p.grad is not None]))
         else:
             from deepspeed.utils import safe_get_full_grad
 
-            norms = [safe_get_full_grad(p).norm() for p in self.module.parameters() if p.requires_grad]
+            norms = [safe_get_full_grad(p).norm() for _, p in self.trained]
         return torch.stack(norms).double().norm().item()
 
     def step(self, lr: float, grad_norm: float, clip: float) -> None:
@@ -130,24 +132,37 @@ class ZeroEngine:
         with deepspeed.zero.GatheredParameters(parameters):
             yield
 
-    def named_tensors(self, model: nn.Module, aliases: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def named_tensors(
+        self, model: nn.Module, *, aliases: bool = False, adapted: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
         """Every full tensor of `model` (this module or a part of it) by its name in a checkpoint.
 
-        A tied tensor comes once, under its first name, or with `aliases` under each of its names.
+        A tied tensor comes once, under its first name, or with `aliases` under each of its names. An adapter is merged
+        into the weight it changes, in float32, one tensor at a time; without `adapted` it is left out.
         """
         seen: set[int] = set()
-        for name, tensor in model.state_dict(keep_vars=True).items():
+        for name, tensor, layer in checkpoint_tensors(model):
             if id(tensor) in seen and not aliases:
                 continue
             seen.add(id(tensor))
-            with self.gathered([tensor] if isinstance(tensor, nn.Parameter) else []):
-                yield name, tensor.detach().clone() if self.stage == 3 else tensor.detach()
+            adapter = [*layer.lora_A.parameters(), *layer.lora_B.parameters()] if layer and adapted else []
+            with self.gathered([p for p in (tensor, *adapter) if isinstance(p, nn.Parameter)]):
+                if adapter:
+                    yield name, merged(tensor.detach(), layer)
+                else:
+                    yield name, tensor.detach().clone() if self.stage == 3 else tensor.detach()
+
+    def full(self, named: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
+        """Parameters, each whole for as long as it is looked at."""
+        for name, parameter in named:
+            with self.gathered([parameter]):
+                yield name, parameter.detach().clone() if self.stage == 3 else parameter.detach()
 
     def moments(self) -> Iterator[tuple[str, Tensor]]:
         """Adam's moments as `exp_avg.<parameter>` and `exp_avg_sq.<parameter>`; none before the first step."""
         if self.steps == 0:
             return
-        for name, parameter in self.module.named_parameters():
+        for name, parameter in self.trained:
             for moment in MOMENTS:
                 yield f"{moment}.{name}", self._moment(parameter, moment)
 
@@ -169,7 +184,7 @@ class ZeroEngine:
             }
         if self.stage in (1, 2):
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
-        for name, parameter in self.module.named_parameters():
+        for name, parameter in self.trained:
             for moment in MOMENTS:
                 value = stored[f"{moment}.{name}"].to(device())
                 if self.stage == 0:
@@ -183,7 +198,7 @@ class ZeroEngine:
         """What Adam updates: the parameters, or under ZeRO 1 to 3 the flat partitions they lie in."""
         match self.stage:
             case 0:
-                return list(self.module.parameters())
+                return [p for _, p in self.trained]
             case 1 | 2:
                 return self.engine.optimizer.single_partition_of_fp32_groups
             case _:

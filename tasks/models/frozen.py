@@ -1,6 +1,6 @@
 """What must not change shares nothing with what trains."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 
@@ -9,18 +9,26 @@ class NotFrozen(ValueError):
     """A step of the optimizer would change a model that must stay as it is; the message names both weights."""
 
 
-def require_frozen(frozen: Mapping[str, nn.Module], trained: Mapping[str, nn.Module]) -> None:
-    """Raises NotFrozen where a weight of a frozen model wants a gradient, is a trained one, or lies in its memory.
+Weights = Iterable[tuple[str, Tensor]]
+"""Parameters and buffers by name."""
 
-    The names of both mappings are those that the message uses. A weight is a parameter or a buffer; two buffers in one
-    place are fine, since no step changes them.
+
+def weights_of(model: nn.Module) -> Weights:
+    """All of a model's."""
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def require_frozen(frozen: Mapping[str, Weights], trained: Mapping[str, Weights]) -> None:
+    """Raises NotFrozen where a weight that is frozen wants a gradient, is a trained one, or lies in its memory.
+
+    The names of both mappings are those of models that the message uses. `trained` is what the optimizers own: a model
+    in training may hold frozen weights beside it, and share those. Two frozen weights in one place are fine.
     """
     owners: dict[tuple[str, int], str] = {}
-    for model, module in trained.items():
-        for name, parameter in module.named_parameters():
-            owners |= dict.fromkeys(_places(parameter), f"{model}'s {name}")
-    for model, module in frozen.items():
-        weights: list[tuple[str, Tensor]] = [*module.named_parameters(), *module.named_buffers()]
+    for model, weights in trained.items():
+        for name, weight in weights:
+            owners |= dict.fromkeys(_places(weight), f"{model}'s {name}")
+    for model, weights in frozen.items():
         for name, weight in weights:
             for place in _places(weight):
                 if place in owners:

@@ -13,8 +13,10 @@ from schemas.config import Config
 from schemas.ids import derive_seed
 from tasks.lake.storage import LakeError
 from tasks.models import attention
+from tasks.models.frozen import Weights, weights_of
 from tasks.models.linear import Linear
 from tasks.models.logprobs import Distributions, exact_kl, token_logprobs
+from tasks.models.lora import base_weights, switched_off
 from tasks.models.samples import resolve
 from tasks.models.sequences import Batch, RowIndices, Sequences, batch
 from tasks.models.weights import weight_files
@@ -307,6 +309,10 @@ class FrozenPolicy:
         if policy.dtype != torch.float32:
             _halve(policy)
 
+    @property
+    def weights(self) -> Weights:
+        return weights_of(self.policy)
+
     @classmethod
     def load(cls, folder: Path, config: Config) -> "FrozenPolicy":
         return cls(Policy(load_causal_lm(folder), config, vocab_size(config)))
@@ -321,6 +327,35 @@ class FrozenPolicy:
     def distributions(self, micro: Batch) -> Distributions:
         """What every response token of a micro-batch was drawn from, for `Policy.forward` to hold against its own."""
         return self.policy.distributions(micro.input_ids_BL, micro.score_at_N)
+
+
+class BarePolicy:
+    """A policy with its adapter switched off: the reference of a policy that is an adapter, without a copy of the base.
+
+    Before the first update its log-probs equal the learner's bit for bit.
+    """
+
+    def __init__(self, forward: Any, policy: Policy) -> None:
+        """`forward` is the policy or an engine around it."""
+        self.forward = forward
+        self.policy = policy
+
+    @property
+    def weights(self) -> Weights:
+        return base_weights(self.policy.model)
+
+    def logp(self, sequences: Sequences, layout: list[RowIndices]) -> list[np.ndarray]:
+        """As FrozenPolicy's."""
+        with switched_off(self.policy):
+            return policy_logp(self.forward, self.policy, sequences, layout)
+
+    def distributions(self, micro: Batch) -> Distributions:
+        """As FrozenPolicy's."""
+        with switched_off(self.policy):
+            return self.policy.distributions(micro.input_ids_BL, micro.score_at_N)
+
+
+Reference = FrozenPolicy | BarePolicy
 
 
 def _halve(policy: Policy) -> None:

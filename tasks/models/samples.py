@@ -35,6 +35,11 @@ def resolve(path: str) -> Path:
     """
     if not path.startswith(PREFIX):
         folder = Path(path)
+        if (folder / "adapter_config.json").exists():
+            raise LakeError(
+                f"{path} is an adapter on another model, and no whole model to start from; merge it first (peft's "
+                f"merge_and_unload, then save_pretrained). With models.lora too: the reference is then the merged model"
+            )
         if not (folder / "config.json").exists():
             raise LakeError(f"no model at {path}: expected a folder in Hugging Face layout with a config.json")
         return folder

@@ -2,8 +2,9 @@
 
 <run>/learner/<policy_version:06d>/
     state.json               version, optimizer steps, digests
-    actor/  critic/          config.json and model.safetensors, in Hugging Face layout; no critic/ where it is a head
-                             on the actor's backbone
+    actor/  critic/          config.json and model.safetensors, in Hugging Face layout; of an adapter alone its
+                             adapter_config.json and adapter_model.safetensors, in peft's; no critic/ where it is a
+                             head on the actor's backbone
     critic_head.safetensors  the value head
     actor_adam.safetensors   critic_adam.safetensors    Adam's moments, by parameter
     manifest.json            written last: bytes and SHA-256 of every file

@@ -6,12 +6,16 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tasks.models.weights import folder_digest
+from tasks.models.weights import folder_digest, tensors_digest
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("tied", "models"),
+    [(True, {}), (False, {}), (True, {"lora": {"rank": 4}, "critic_lora": {"rank": 4}})],
+    ids=["tied", "untied", "adapters"],
+)
 def test_an_output_embedding_used_outside_its_module_is_gathered(
-    open_learner, training_data, make_config, tiny_llama, tmp_path, tied
+    open_learner, training_data, make_config, tiny_llama, tmp_path, tied, models
 ):
     folder = tmp_path / "model"
     torch.manual_seed(0)
@@ -30,7 +34,7 @@ def test_an_output_embedding_used_outside_its_module_is_gathered(
 
     norms, weights = [], []
     for stage in (0, 3):
-        config = make_config(models={"policy": str(folder)}, train={"zero_stage": stage, "adam_eps": 1e-2})
+        config = make_config(models={"policy": str(folder), **models}, train={"zero_stage": stage, "adam_eps": 1e-2})
         learner = open_learner(config)
         if stage == 3:
             assert learner.policy.model.get_output_embeddings().weight.numel() == 0
@@ -38,7 +42,12 @@ def test_an_output_embedding_used_outside_its_module_is_gathered(
         norms.append(learner.update(data.rollouts, data.experience, config, 0).updates["actor_grad_norm"])
         weights.append({name: t.clone() for name, t in learner.actor_tensors()})
         learner.save(tmp_path / f"state-{stage}")
-        assert folder_digest(tmp_path / f"state-{stage}" / "actor") == learner.actor_digest()
+        if not models:
+            assert folder_digest(tmp_path / f"state-{stage}" / "actor") == learner.actor_digest()
+            continue
+        again = open_learner(config, tmp_path / f"state-{stage}")
+        assert (again.actor_digest(), again.critic_digest()) == (learner.actor_digest(), learner.critic_digest())
+        assert tensors_digest(again.base_tensors()) == tensors_digest(open_learner(config).actor_tensors())
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
     for name, tensor in weights[0].items():
         torch.testing.assert_close(weights[1][name], tensor, atol=1e-5, rtol=0)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from schemas.config import Config, ConfigError, parse
+from schemas.config import Config, ConfigError, Lora, override, parse
 
 
 def config(**sections: dict[str, Any]) -> Config:
@@ -79,6 +79,23 @@ PENALTY = {"objective": "kl_penalty", "kl_penalty_coef": 1, "kl_penalty_range": 
             )
             for key in ("critic_lr", "critic_grad_clip", "critic_warmup_iterations")
         ),
+        ({"models": {"critic": "shared", "critic_lora": {}}}, "can't adapt apart; use models.lora"),
+        (
+            {"models": {"critic_lora": {}}, "advantages": {"estimator": "reinforce"}},
+            'models.critic_lora: nothing reads it.*"reinforce" has no critic',
+        ),
+        # S60: the reference of an adapter is the model it is put on
+        (
+            {"models": {"lora": {}, "reference": "other"}},
+            "that very model with the adapter switched off.*can't be other",
+        ),
+        ({"models": {"lora": {"rank": 0}}}, "models.lora.rank: .*greater than or equal to 1"),
+        ({"models": {"lora": {"alpha": 0}}}, "models.lora.alpha: .*greater than 0"),
+        ({"models": {"lora": {"targets": []}}}, "models.lora.targets: .*at least 1 item"),
+        (
+            {"models": {"critic_lora": {"rnk": 1}}},
+            "unknown key models.critic_lora.rnk; did you mean models.critic_lora.rank",
+        ),
         ({"train": {"value_coef": 0.1}}, 'value_coef: nothing reads it.*"shared".*learning rate of its own'),
         (
             {"train": {"value_coef": 0.1}, "advantages": {"estimator": "rloo"}, "rollout": {"samples_per_prompt": 2}},
@@ -101,3 +118,12 @@ def test_a_clip_range_is_a_number_or_two_and_is_read_again_as_it_was_given(clip,
     assert given.train.clip_range == low_and_high
     assert given.model_dump(mode="json")["train"]["clip"] == clip
     assert Config.model_validate_json(given.model_dump_json()) == given
+
+
+def test_an_adapter_is_read_again_as_it_was_given_and_its_keys_can_be_overridden():
+    given = config(models={"lora": {"rank": 8, "targets": ["q_proj"]}, "critic_lora": {}, "reference": "none"})
+    assert given.models.lora == Lora(rank=8, alpha=32, targets=("q_proj",))
+    assert given.models.critic_lora == Lora()
+    assert Config.model_validate_json(given.model_dump_json()) == given
+    changed = override(given, ["models.lora.rank=2", "models.critic_lora="])
+    assert (changed.models.lora.rank, changed.models.critic_lora) == (2, None)

@@ -225,6 +225,7 @@ def _write_iteration(at: At) -> None:
             "probe_tokens": [20] * len(versions),
             "probe_logp_diff_mean": [1e-5] * len(versions),
             "probe_logp_diff_max": [1e-4] * len(versions),
+            **{name: [None] * len(versions) for name in ("adapted_weights", "lost_weights", "merge_error_max")},
             "seconds": [0.1] * len(versions),
         }
         staging.write("policies", columns)

@@ -135,7 +135,7 @@ def test_a_version_is_rebuilt_from_the_experience_under_every_option_of_the_loss
 
 def test_a_reference_in_the_memory_of_the_learner_is_refused(start: Start, config: Config) -> None:
     held = warm(start(config))
-    held.reference().policy.model.model.norm.weight = held.learner(0).policy.model.model.norm.weight
+    held.reference(held.learner(0)).policy.model.model.norm.weight = held.learner(0).policy.model.model.norm.weight
     with pytest.raises(NotFrozen, match=r"reference's model\.model\.norm\.weight"):
         held.reward_scorers()
 
