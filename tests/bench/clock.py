@@ -32,17 +32,20 @@ MODEL_WORK = [
 
 
 class Clock:
-    """`wall[k]` seconds of iteration k, `model[k]` of them in model work, `stages[k]` by stage."""
+    """`wall[k]` seconds of iteration k; by stage, `stages[k]` those of its work and `model[k]` of them in models."""
 
     def __init__(self) -> None:
         self.wall: dict[int, float] = {}
-        self.model: dict[int, float] = defaultdict(float)
+        self.model: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         self.stages: dict[int, dict[str, float]] = defaultdict(dict)
         self._iteration = -1
+        self._stage = ""
         self._began = 0.0
 
     def see(self, event: progress.Event) -> None:
         now = time.perf_counter()
+        if isinstance(event, progress.Begun):
+            self._stage = event.stage
         match event:
             case progress.Begun(StageName.SAMPLE_PROMPTS, iteration):
                 self._end(now)
@@ -55,6 +58,10 @@ class Clock:
         if self._iteration >= 0:
             self.wall[self._iteration] = now - self._began
 
+    def around(self, iteration: int) -> float:
+        """Seconds of an iteration apart from model work."""
+        return self.wall[iteration] - sum(self.model[iteration].values())
+
     def timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -62,7 +69,7 @@ class Clock:
             try:
                 return method(*args, **kwargs)
             finally:
-                self.model[self._iteration] += time.perf_counter() - began
+                self.model[self._iteration][self._stage] += time.perf_counter() - began
 
         return call
 
