@@ -11,6 +11,7 @@ import typer
 
 from flows import query
 from flows.diagnosis import diagnose
+from flows.export import export
 from flows.printing import quiet_engines
 from flows.replay import replay
 from flows.rerun import rerun
@@ -89,7 +90,20 @@ def _reporting_errors(command: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-COMMANDS = (run, query.status, query.sql, query.schema, query.audit, diagnose, trace, replay, rerun, sft, reward_model)
+COMMANDS = (
+    run,
+    query.status,
+    query.sql,
+    query.schema,
+    query.audit,
+    diagnose,
+    trace,
+    replay,
+    rerun,
+    export,
+    sft,
+    reward_model,
+)
 for function in COMMANDS:
     app.command()(_reporting_errors(function))
 

@@ -507,9 +507,10 @@ class Learner:
         tensors = (self._actor_engine.named_tensors(self.policy.model, adapted=adapted) for adapted in (False, True))
         return lora.merge_loss(((base, merged) for (_, base), (_, merged) in zip(*tensors, strict=True)), dtype)
 
-    def actor_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every full tensor of the actor under each of its names in a checkpoint, a tied output embedding included."""
-        return self._actor_engine.named_tensors(self.policy.model, aliases=True)
+    def actor_tensors(self, *, aliases: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Every full tensor of the actor under each of its names in a checkpoint, a tied output embedding included;
+        without `aliases` once."""
+        return self._actor_engine.named_tensors(self.policy.model, aliases=aliases)
 
     def actor_digest(self) -> str:
         """The digest of the actor's weights: at version 0 that of a float32 model's folder."""

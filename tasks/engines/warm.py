@@ -79,15 +79,15 @@ class Warm:
 
     def policy_digest(self, version: int) -> str:
         """The weights digest of the actor of a version, as it was trained."""
-        return self.initial_digest if version == 0 else str(self._trained(version).facts["actor_digest"])
+        return self.initial_digest if version == 0 else str(self.trained(version).facts["actor_digest"])
 
     def critic_digest(self, version: int) -> str | None:
         """The weights digest of the critic of a version; at version 0 what it starts from. None without a critic."""
         if not self.config.advantages.estimator.has_critic:
             return None
-        return self.critic_source_digest if version == 0 else str(self._trained(version).facts["critic_digest"])
+        return self.critic_source_digest if version == 0 else str(self.trained(version).facts["critic_digest"])
 
-    def _trained(self, version: int) -> Manifest:
+    def trained(self, version: int) -> Manifest:
         """The train stage that made a version: the newest ones are looked at first."""
         for iteration in reversed(self.run.iterations()):
             manifest = self.run.manifest(iteration, StageName.TRAIN)
@@ -131,7 +131,7 @@ class Warm:
         folder = newest_state(self.run, version)
         learner = Learner.load(self.config, folder) if folder else Learner.initial(self.config)
         while learner.version < version:
-            manifest = self._trained(learner.version + 1)
+            manifest = self.trained(learner.version + 1)
             log.info("rebuilding policy version %d from the stored experience", manifest.policy_version_out)
             k = manifest.iteration
             then = self.run.home(k, StageName.TRAIN).config_at(k)
