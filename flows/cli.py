@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from flows import query
+from flows.best import best
 from flows.diagnosis import diagnose
 from flows.export import export
 from flows.printing import quiet_engines
@@ -97,6 +98,7 @@ COMMANDS = (
     query.schema,
     query.audit,
     diagnose,
+    best,
     trace,
     replay,
     rerun,

@@ -9,7 +9,7 @@ from flows.iteration import iteration
 from flows.reconcile import mark_the_dead
 from schemas.config import Config, ConfigError
 from schemas.manifest import StageName
-from tasks.engines.warm import resources, warm
+from tasks.engines.warm import judges_of, resources, warm
 from tasks.lake.location import Location, lake_at
 from tasks.lake.runs import Run, RunRecord, differences
 from tasks.models.samples import resolve
@@ -29,7 +29,9 @@ def training(lake: str, run_id: str, iterations: int) -> int:
         mark_the_dead(lake, run_id)
         first = run.next_iteration()
         if first < iterations:
-            warm(At(lake, run_id, first)).reward_scorers()  # one that can't be imported fails before any work is done
+            held = warm(At(lake, run_id, first))
+            held.reward_scorers()  # one that can't be imported fails before any work is done
+            held.judges()
         progress = create_progress_artifact(_percent(first, iterations), description=f"Rollbook run {run_id}")
         assert isinstance(progress, UUID)
         for k in range(first, iterations):
@@ -87,11 +89,26 @@ def digests(config: Config) -> dict[str, str]:
     }
     models = {f"models.{name}": path for name, path in named.items() if path}
     models |= {f"rewards.{name}": folder for source in config.rewards for name, folder in source.folders.items()}
+    models |= {f"judges.{name}": path for judge in judges_of(config) for name, path in judge.folders.items()}
     pools = {"prompts.source": config.prompts.source}
-    pools |= {"evaluate.source": config.evaluate.source} if config.evaluate.source else {}
+    pools |= {f"evaluate.source {name}": source for name, source in config.evaluate.sets.items()}
     texts = pretraining_texts(config)
-    return {
+    found = {
         **{name: folder_digest(resolve(path)) for name, path in models.items()},
         **{name: read_pool(source).digest for name, source in pools.items()},
         **({} if texts is None else {"train.ptx_source": texts.digest}),
     }
+    _refuse_trained_weights(config, found)
+    return found
+
+
+def _refuse_trained_weights(config: Config, found: dict[str, str]) -> None:
+    """Raises ConfigError where a judge has the weights of a reward model, whatever folder they lie in."""
+    trained = {found[f"rewards.{name}"]: r.name for r in config.rewards if r.weight != 0 for name in r.folders}
+    for judge in judges_of(config):
+        for name in judge.folders:
+            if (reward := trained.get(found[f"judges.{name}"])) is not None:
+                raise ConfigError(
+                    f"evaluate.judges: {judge.name!r} has the weights of the reward {reward!r}, which the policy is "
+                    f"trained on; use another judge, or force it by giving it that name"
+                )

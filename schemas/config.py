@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError, model_validator
 
+from schemas.evaluations import HELD_OUT
 from schemas.experience import Estimator, ImportanceCorrection
 from schemas.ids import RunId
 from schemas.reward_options import EnsembleOptions, Options, UnitTestOptions, options_of
@@ -211,6 +212,12 @@ class RewardSource(Section):
     def substitute(self) -> float | None:
         """The number that counts where scoring failed."""
         return self.on_failure.substitute if isinstance(self.on_failure, Substitute) else None
+
+    @property
+    def origins(self) -> set[str]:
+        """Where its numbers come from: two sources that share one say the same, or nearly."""
+        named = {self.function, *self.folders.values()} - {None}
+        return {str(each) for each in named} or {f"{self.kind} {self.options.model_dump_json()}"}
 
     @property
     def folders(self) -> dict[str, str]:
@@ -548,14 +555,33 @@ class SyncSection(Section):
     )
 
 
+SetName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")]
+
+
 class EvaluateSection(Section):
     """Held-out prompts, for the policy and the reference side by side."""
 
-    source: str | None = Field(None, description="held-out prompts, as in prompts.source; no evaluation if not given")
+    source: str | dict[SetName, str] | None = Field(
+        None,
+        description="held-out prompts, as in prompts.source, or several sets by name; no evaluation if not given. Of "
+        "rows with a `response` its log-prob is measured too",
+    )
+    judges: tuple[RewardSource, ...] = Field(
+        (),
+        description="gold judges, written as [[rewards]] are: they score held-out answers and are never trained on; "
+        "`weight` is that in the gold score",
+    )
     every: PositiveInt = Field(1, description="evaluate every so many iterations, and after the last one")
     temperature: NonNegativeFloat = Field(0.0, description="0 is greedy")
     top_p: float = Field(1.0, gt=0, le=1)
     max_new_tokens: PositiveInt | None = Field(None, description="rollout.max_new_tokens if not given")
+
+    @property
+    def sets(self) -> dict[str, str]:
+        """The held-out sets by name."""
+        if isinstance(self.source, str):
+            return {HELD_OUT: self.source}
+        return self.source or {}
 
 
 class CheckpointSection(Section):
@@ -586,6 +612,7 @@ class Config(Section):
             raise ValueError("rewards: at least one [[rewards]] is needed")
         if len(set(names)) < len(names):
             raise ValueError(f"rewards need different names, got {names}")
+        _refuse_trained_judges(self)
         return self
 
     @model_validator(mode="after")
@@ -668,6 +695,25 @@ class Config(Section):
         return self
 
 
+def _refuse_trained_judges(config: "Config") -> None:
+    """A judge that is a training reward as well believes what it should check. Its own name forces it."""
+    names = [judge.name for judge in config.evaluate.judges]
+    if len(set(names)) < len(names):
+        raise ValueError(f"evaluate.judges need different names, got {names}")
+    for judge in config.evaluate.judges:
+        for reward in config.rewards:
+            same = bool(judge.origins & reward.origins)
+            if same and reward.weight != 0 and judge.name != reward.name:
+                raise ValueError(
+                    f"evaluate.judges: {judge.name!r} is the reward {reward.name!r} that the policy is trained on, and "
+                    f"would believe what it exploits; use another judge, or force it by giving it that name"
+                )
+            if judge.name == reward.name and not same:
+                raise ValueError(
+                    f"evaluate.judges: {judge.name!r} is also the name of another reward; rename the judge"
+                )
+
+
 def load(path: str | Path, overrides: tuple[str, ...] = ()) -> Config:
     """Reads a TOML file and applies `a.b=c` overrides. Relative model and prompt paths stay as written.
 
@@ -728,6 +774,8 @@ def _given_in_vain(config: Config) -> list[str]:
         unread["advantages.importance_correction"] = "advantages.importance_cap is not set"
     if outcome.normalize == "none":
         unread["outcome.scale"] = unread["outcome.clip_at"] = 'outcome.normalize = "none"'
+    if not config.evaluate.sets:
+        unread["evaluate.judges"] = "evaluate.source is not set"
     if outcome.clip is None:
         unread["outcome.clip_at"] = "outcome.clip is not set"
     given = {

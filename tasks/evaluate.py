@@ -5,16 +5,19 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from schemas.config import Config
-from schemas.evaluations import TABLE
+from schemas.evaluations import HELD_OUT, RESPONSE_LOGP, TABLE
 from schemas.ids import derive_seed
 from schemas.manifest import StageName, canonical
+from schemas.rewards import RewardStatus
 from schemas.rollouts import FinishReason
 from tasks.engines.rollout_engine import Request, Response, RolloutEngine, Sampling, SyncError
-from tasks.engines.scorer import Item, RewardScorer, Score
-from tasks.engines.warm import Warm, warm
+from tasks.engines.scorer import Item, Score
+from tasks.engines.warm import Warm, judges_of, warm
 from tasks.models.loading import load_causal_lm
 from tasks.models.samples import resolve
 from tasks.progress import report
@@ -23,37 +26,50 @@ from tasks.prompt_pool import Pool, PoolPrompt, read_pool
 from tasks.score import rewards_section
 from tasks.stage import At, Committed, Result, StageError, Staging, run_stage
 
-Asked = list[tuple[PoolPrompt, Request]]
-"""The held-out prompts that fit, each with its request."""
 
-Reference = dict[tuple[str, str], dict[str, Any]]
-"""The reference's columns by prompt id and reward source."""
+@dataclass(frozen=True)
+class Ask:
+    """A held-out prompt that fits, with its request. `response`: the ids of the response that its row brings."""
 
-REFERENCE_COLUMNS = ("reference_text", "reference_score", "reference_status")
+    held_out: str
+    prompt: PoolPrompt
+    request: Request
+    response: list[int] | None
+
+
+Answer = tuple[Response, dict[str, Score]]
+"""What was said to a prompt, and what every source and judge, and RESPONSE_LOGP, make of it."""
+
+Reference = dict[tuple[str, str, str], dict[str, Any]]
+"""The reference's columns by held-out set, prompt id and source."""
+
+PLACE = ("held_out", "prompt_id", "source")
+
+REFERENCE_COLUMNS = ("reference_text", "reference_len", "reference_score", "reference_status")
 
 COLUMNS = [column.name for column in TABLE.columns if column.name not in ("run_id", "iteration")]
 
 NO_VERSION = -1
-"""The engine's version while it answers for the reference, whose weights are of no policy version."""
+"""The engine's version while it answers for the weights of a folder."""
 
 
 def evaluate(at: At, policy: Committed) -> Committed:
-    """Commits `evaluations`, one row a (held-out prompt, reward source); none where no evaluation is due.
+    """Commits `evaluations`, one row a (held-out prompt, source or judge); none where no evaluation is due.
 
     Due every `evaluate.every` iterations and after the last one. A prompt's seed is the same for policy and reference
     and in every evaluation, so that two answers differ by the weights alone. So the reference would answer the same
-    each time: it answers once a run, and later evaluations copy its rows from an earlier one.
+    each time: it answers once a run, and later evaluations copy its rows from an earlier one. Where the reference is
+    another model than the initial policy, iteration 0 has rows of that policy too, as version 0.
     """
     config, held, version = at.config, warm(at), policy.policy_version
-    source = config.evaluate.source
-    pool = None if source is None else read_pool(source)
-    section = {} if pool is None else _section(config)
-    shared = {} if pool is None else _identity(config, held, pool)
+    pools = {name: read_pool(source) for name, source in config.evaluate.sets.items()}
+    section = _section(config) if pools else {}
+    shared = _identity(config, held, pools) if pools else {}
 
     def body(staging: Staging) -> Result:
-        if pool is None or not is_due(config, at.iteration):
+        if not pools or not _due(config, at.iteration, version):
             return _nothing(staging, {})
-        return _evaluate(staging, held, pool, section, shared)
+        return _evaluate(staging, held, pools, section, shared)
 
     identity = {"policy": held.policy_digest(version), **shared}
     return run_stage(at, StageName.EVALUATE, body, section=section, version=version, inputs=[policy], identity=identity)
@@ -61,6 +77,12 @@ def evaluate(at: At, policy: Committed) -> Committed:
 
 def is_due(config: Config, iteration: int) -> bool:
     return (iteration + 1) % config.evaluate.every == 0 or iteration == config.run.iterations - 1
+
+
+def _due(config: Config, iteration: int, version: int) -> list[int]:
+    """The versions to evaluate. The initial policy has the reference's rows, unless that is another model."""
+    initial = [0] if iteration == 0 and config.models.reference is not None else []
+    return list(dict.fromkeys([*initial, *([version] if is_due(config, iteration) else [])]))
 
 
 def _section(config: Config) -> dict[str, Any]:
@@ -71,18 +93,24 @@ def _section(config: Config) -> dict[str, Any]:
         "prompts": config.prompts.model_dump(mode="json", include={"system", "chat"}),
         "longest_prompt": longest_prompt(config),
         "rollout": config.rollout.model_dump(mode="json", include={"engine", "dtype", "stop", "max_model_len"}),
-        "rewards": rewards_section(config),
+        "rewards": rewards_section(_judging(config)),
         "score": config.score.model_dump(mode="json"),
         "compute_dtype": config.models.compute_dtype,
     }
 
 
-def _identity(config: Config, held: Warm, pool: Pool) -> dict[str, str]:
+def _judging(config: Config) -> Config:
+    """The configuration with all that scores held-out answers under `rewards`."""
+    return config.model_copy(update={"rewards": (*config.rewards, *judges_of(config))})
+
+
+def _identity(config: Config, held: Warm, pools: Mapping[str, Pool]) -> dict[str, str]:
     return {
-        "pool": pool.digest,
+        **{f"pool {name}": pool.digest for name, pool in pools.items()},
         "tokenizer": tokenizer_digest(resolve(config.models.policy)),
         "reference": held.reference_digest,
         **held.reward_digests,
+        **held.judge_digests,
     }
 
 
@@ -91,37 +119,44 @@ def _nothing(staging: Staging, dropped: Mapping[str, int]) -> Result:
     return Result(rows_used=0, rows_dropped=dropped)
 
 
-def _evaluate(staging: Staging, held: Warm, pool: Pool, section: dict[str, Any], shared: dict[str, str]) -> Result:
+def _evaluate(
+    staging: Staging, held: Warm, pools: Mapping[str, Pool], section: dict[str, Any], shared: dict[str, str]
+) -> Result:
     config, version = staging.config, staging.version
-    scorers = held.reward_scorers()
-    facts = {scorer.source.name: scorer.facts for scorer in scorers}
+    facts = {scorer.source.name: scorer.facts for scorer in [*held.reward_scorers(), *held.judges()]}
     sampling = Sampling(config.evaluate.temperature, config.evaluate.top_p, config.rollout.stop)
-    asked, dropped = _ask(held, pool, config)
+    asked, dropped = _ask(held, pools, config)
     if not asked:
         return _nothing(staging, dropped)
     engine = held.rollout_engine(version)
-    answers = _generate(engine, asked, sampling)
-    scores = _score(scorers, asked, answers)
+    answers = {}
+    for each in _due(config, staging.at.iteration, version):
+        if each == version:
+            answers[each] = _answer(engine, held, asked, sampling)
+        else:
+            with _as_folder(engine, held, version, resolve(config.models.policy)):
+                answers[each] = _answer(engine, held, asked, sampling)
     reference = _earlier(staging.at, section, shared, facts)
     if reference is None:
-        with _as_reference(engine, held, version):
-            of_reference = _generate(engine, asked, sampling)
-        reference = _by_prompt(asked, of_reference, _score(scorers, asked, of_reference))
+        with _as_folder(engine, held, version, resolve(config.models.reference or config.models.policy)):
+            reference = _by_place(asked, _answer(engine, held, asked, sampling))
 
     rows = [
         {
-            "policy_version": version,
-            "prompt_id": prompt.prompt_id,
+            "policy_version": each,
+            "held_out": ask.held_out,
+            "prompt_id": ask.prompt.prompt_id,
             "source": source,
             "response_token_ids": answer.token_ids,
             "text": answer.text,
-            "finish_reason": _finish_reason(request, answer, config),
-            "score": of_source[index].raw,
-            "status": of_source[index].status,
-            **reference[prompt.prompt_id, source],
+            "finish_reason": _finish_reason(ask.request, answer, config),
+            "score": score.raw,
+            "status": score.status,
+            **reference[ask.held_out, ask.prompt.prompt_id, source],
         }
-        for index, ((prompt, request), answer) in enumerate(zip(asked, answers, strict=True))
-        for source, of_source in scores.items()
+        for each, of_version in answers.items()
+        for ask, (answer, scores) in zip(asked, of_version, strict=True)
+        for source, score in scores.items()
     ]
     columns = {name: [row[name] for row in rows] for name in COLUMNS}
     staging.write("evaluations", columns, {**engine.facts, **engine.sampling_facts(sampling)})
@@ -138,59 +173,96 @@ def _finish_reason(request: Request, answer: Response, config: Config) -> Finish
     return FinishReason.CONTEXT if by_context else answer.finish_reason
 
 
-def _ask(held: Warm, pool: Pool, config: Config) -> tuple[Asked, Counter[str]]:
+def _ask(held: Warm, pools: Mapping[str, Pool], config: Config) -> tuple[list[Ask], Counter[str]]:
     """A request for every held-out prompt that fits, and how many don't, by reason."""
     longest, context = longest_prompt(config), context_of(config)
     max_new_tokens = _max_new_tokens(config)
     asked, dropped = [], Counter[str]()
-    for index, prompt in enumerate(pool.prompts):
-        tokens = encode(held.tokenizer, prompt, config.prompts, pool.source)
-        if reason := rejection(prompt, tokens, longest):
-            dropped[str(reason)] += 1
-            continue
-        seed = derive_seed(config.run.seed, "evaluate", index)
-        asked.append((prompt, Request(prompt.prompt_id, tokens, seed, min(max_new_tokens, context - len(tokens)))))
+    for name, pool in pools.items():
+        purpose = "evaluate" if name == HELD_OUT else f"evaluate {name}"
+        for index, prompt in enumerate(pool.prompts):
+            tokens = encode(held.tokenizer, prompt, config.prompts, pool.source)
+            if reason := rejection(prompt, tokens, longest):
+                dropped[str(reason)] += 1
+                continue
+            seed = derive_seed(config.run.seed, purpose, index)
+            room = min(max_new_tokens, context - len(tokens))
+            request = Request(f"{name}/{prompt.prompt_id}", tokens, seed, room)
+            asked.append(Ask(name, prompt, request, _given_response(held.tokenizer, prompt)))
     return asked, dropped
 
 
-def _generate(engine: RolloutEngine, asked: Asked, sampling: Sampling) -> list[Response]:
+def _given_response(tokenizer: Any, prompt: PoolPrompt) -> list[int] | None:
+    """The ids of the `response` that a row brings, with EOS; None where it brings none."""
+    response = json.loads(prompt.metadata).get("response")
+    if not isinstance(response, str):
+        return None
+    return [*tokenizer.encode(response, add_special_tokens=False), tokenizer.eos_token_id]
+
+
+def _answer(engine: RolloutEngine, held: Warm, asked: list[Ask], sampling: Sampling) -> list[Answer]:
+    """What the engine's weights answer, and how that is judged."""
+    responses = _generate(engine, asked, sampling)
+    items = [
+        Item(
+            sample_id=ask.request.sample_id,
+            prompt=ask.prompt.prompt,
+            response=answer.text,
+            prompt_token_ids=ask.request.prompt_token_ids,
+            response_token_ids=answer.token_ids,
+            metadata=json.loads(ask.prompt.metadata),
+        )
+        for ask, answer in zip(asked, responses, strict=True)
+    ]
+    scored = {scorer.source.name: scorer.score(items) for scorer in [*held.reward_scorers(), *held.judges()]}
+    scores = [{name: of_source[index] for name, of_source in scored.items()} for index in range(len(asked))]
+    for of_prompt, logp in zip(scores, _response_logp(engine, asked), strict=True):
+        if logp is not None:
+            of_prompt[RESPONSE_LOGP] = logp
+    return list(zip(responses, scores, strict=True))
+
+
+def _generate(engine: RolloutEngine, asked: list[Ask], sampling: Sampling) -> list[Response]:
     started = time.perf_counter()
 
     def progress(done: int, tokens: int) -> None:
         report(StageName.EVALUATE, done, len(asked), f"{tokens / (time.perf_counter() - started):.0f} tokens/s")
 
-    return engine.generate([request for _, request in asked], sampling, progress)
+    return engine.generate([ask.request for ask in asked], sampling, progress)
 
 
-def _score(scorers: list[RewardScorer], asked: Asked, answers: list[Response]) -> dict[str, list[Score]]:
-    items = [
-        Item(
-            sample_id=request.sample_id,
-            prompt=prompt.prompt,
-            response=answer.text,
-            prompt_token_ids=request.prompt_token_ids,
-            response_token_ids=answer.token_ids,
-            metadata=json.loads(prompt.metadata),
-        )
-        for (prompt, request), answer in zip(asked, answers, strict=True)
-    ]
-    return {scorer.source.name: scorer.score(items) for scorer in scorers}
+def _response_logp(engine: RolloutEngine, asked: list[Ask]) -> list[Score | None]:
+    """The mean log-prob of the responses that the rows bring, at temperature 1; None where a row brings none."""
+    scores: list[Score | None] = [None] * len(asked)
+    fits = []
+    for index, ask in enumerate(asked):
+        if ask.response is None:
+            continue
+        length = len(ask.request.prompt_token_ids) + len(ask.response)
+        if length < engine.max_model_len:
+            fits.append((index, (ask.request.prompt_token_ids, ask.response)))
+        else:
+            detail = f"prompt and response have {length} tokens, and the engine's context is {engine.max_model_len}"
+            scores[index] = Score(None, RewardStatus.NONE, detail, 0.0)
+    if fits:
+        for (index, _), logp in zip(fits, engine.logp([pair for _, pair in fits], 1.0), strict=True):
+            scores[index] = Score.of(sum(logp) / len(logp), 0.0)
+    return scores
 
 
-# The reference
+# The reference, and the initial policy where it is another
 
 
 @contextmanager
-def _as_reference(engine: RolloutEngine, held: Warm, version: int) -> Iterator[None]:
-    """The warm engine with the reference's weights, and with those of `version` again once the block has ended.
+def _as_folder(engine: RolloutEngine, held: Warm, version: int, folder: Path) -> Iterator[None]:
+    """The warm engine with the weights of a folder, and with those of `version` again once the block has ended.
 
     The very engine that answers for the policy, so that the two differ by their weights alone.
     """
-    models = held.config.models
-    folder = resolve(models.reference or models.policy)
     try:
         try:
-            bare = held.learner(version).base_tensors() if models.lora else load_causal_lm(folder).named_parameters()
+            adapted = held.config.models.lora is not None
+            bare = held.learner(version).base_tensors() if adapted else load_causal_lm(folder).named_parameters()
             engine.sync(NO_VERSION, bare)
         except SyncError as error:
             raise StageError(
@@ -204,15 +276,16 @@ def _as_reference(engine: RolloutEngine, held: Warm, version: int) -> Iterator[N
         raise
 
 
-def _by_prompt(asked: Asked, answers: list[Response], scores: dict[str, list[Score]]) -> Reference:
+def _by_place(asked: list[Ask], answers: list[Answer]) -> Reference:
     return {
-        (prompt.prompt_id, source): {
+        (ask.held_out, ask.prompt.prompt_id, source): {
             "reference_text": answer.text,
-            "reference_score": of_source[index].raw,
-            "reference_status": of_source[index].status,
+            "reference_len": len(answer.token_ids),
+            "reference_score": score.raw,
+            "reference_status": score.status,
         }
-        for index, ((prompt, _), answer) in enumerate(zip(asked, answers, strict=True))
-        for source, of_source in scores.items()
+        for ask, (answer, scores) in zip(asked, answers, strict=True)
+        for source, score in scores.items()
     }
 
 
@@ -228,6 +301,9 @@ def _earlier(
         now = json.loads(canonical([section, shared, facts, at.config.run.seed]))
         if now != [manifest.key_parts["section"], identity, manifest.facts, manifest.key_parts["seed"]]:
             return None
-        rows = at.run.read(manifest, "evaluations").select(["prompt_id", "source", *REFERENCE_COLUMNS]).to_pylist()
-        return {(row["prompt_id"], row["source"]): {name: row[name] for name in REFERENCE_COLUMNS} for row in rows}
+        rows = at.run.read(manifest, "evaluations").select([*PLACE, *REFERENCE_COLUMNS]).to_pylist()
+        return {
+            (row["held_out"], row["prompt_id"], row["source"]): {name: row[name] for name in REFERENCE_COLUMNS}
+            for row in rows
+        }
     return None

@@ -274,6 +274,7 @@ def _write_iteration(at: At, config: Config, point: Point, vocabulary: int) -> N
         asked = [(f"h-{row}", source.name) for row in range(HELD_OUT) for source in config.rewards]
         given = {
             "policy_version": [version + 1] * len(asked),
+            "held_out": ["held_out"] * len(asked),
             "prompt_id": [prompt for prompt, _ in asked],
             "source": [source for _, source in asked],
             "response_token_ids": [[5, EOS]] * len(asked),
@@ -281,6 +282,7 @@ def _write_iteration(at: At, config: Config, point: Point, vocabulary: int) -> N
             "finish_reason": ["stop"] * len(asked),
             "score": [float(level[source] + rng.normal(0, 0.05)) for _, source in asked],
             "status": ["ok"] * len(asked),
+            "reference_len": [2] * len(asked),
             "reference_score": [0.0] * len(asked),
             "reference_status": ["ok"] * len(asked),
         }

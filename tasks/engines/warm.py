@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
-from schemas.config import Config
+from schemas.config import Config, RewardSource
 from schemas.manifest import Manifest, StageName, digest_of
 from tasks.engines.learner import Learner
 from tasks.engines.rollout_engine import RolloutEngine, open_rollout_engine
@@ -45,6 +45,7 @@ class Warm:
         self._engine: RolloutEngine | None = None
         self._reference: FrozenPolicy | None = None
         self._scorers: list[RewardScorer] | None = None
+        self._judges: list[RewardScorer] | None = None
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -74,8 +75,12 @@ class Warm:
     @cached_property
     def reward_digests(self) -> dict[str, str]:
         """The weights digest of every reward model."""
-        folders = {name: path for source in self.config.rewards for name, path in source.folders.items()}
-        return {f"reward {name}": folder_digest(resolve(path)) for name, path in folders.items()}
+        return _digests("reward", self.config.rewards)
+
+    @cached_property
+    def judge_digests(self) -> dict[str, str]:
+        """The weights digest of every judge that is a model."""
+        return _digests("judge", judges_of(self.config))
 
     def policy_digest(self, version: int) -> str:
         """The weights digest of the actor of a version, as it was trained."""
@@ -181,13 +186,21 @@ class Warm:
             self._require_frozen()
         return self._scorers
 
+    def judges(self) -> list[RewardScorer]:
+        """The judges that aren't rewards as well."""
+        if self._judges is None:
+            judging = self.config.model_copy(update={"rewards": judges_of(self.config)})
+            self._judges = open_scorers(judging, self.tokenizer)
+            self._require_frozen()
+        return self._judges
+
     def _require_frozen(self) -> None:
         """Reference and reward models share no weight with the learner."""
         if self._learner is None:
             return
         frozen = {
             f"reward {name}": weights_of(model)
-            for scorer in self._scorers or []
+            for scorer in self._all_scorers
             for name, model in scorer.models.items()
         }
         if self.config.models.lora is not None:
@@ -196,14 +209,29 @@ class Warm:
             frozen["reference"] = self._reference.weights
         require_frozen(frozen, self._learner.trained)
 
+    @property
+    def _all_scorers(self) -> list[RewardScorer]:
+        return [*(self._scorers or []), *(self._judges or [])]
+
     def close(self) -> None:
         """Frees memory and ends every child process."""
         self.discard_learner()
-        for scorer in self._scorers or []:
+        for scorer in self._all_scorers:
             scorer.close()
         self.discard_rollout_engine()
-        self._scorers = self._reference = None
+        self._scorers = self._judges = self._reference = None
         gc.collect()
+
+
+def _digests(role: str, sources: tuple[RewardSource, ...]) -> dict[str, str]:
+    folders = {name: path for source in sources for name, path in source.folders.items()}
+    return {f"{role} {name}": folder_digest(resolve(path)) for name, path in folders.items()}
+
+
+def judges_of(config: Config) -> tuple[RewardSource, ...]:
+    """The judges that aren't rewards as well: one that was forced is scored once."""
+    rewards = {reward.name for reward in config.rewards}
+    return tuple(judge for judge in config.evaluate.judges if judge.name not in rewards)
 
 
 def newest_state(run: Run, version: int) -> Location | None:

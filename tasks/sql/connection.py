@@ -24,7 +24,10 @@ from tasks.sql.snapshot import MANIFEST_TABLES, Snapshot, take, uncollected
 MEMORY_LIMIT = "2GB"
 """What DuckDB may hold; a larger query spills to the temporary folder. Half of a small machine."""
 
-VIEWS = ("configs", "tokens", "heldout", "iterations", "health", "signals", "lineage", "reward_models")
+VIEWS = (
+    *("configs", "tokens", "heldout", "verdicts", "comparisons", "frontier"),
+    *("iterations", "health", "signals", "lineage", "reward_models"),
+)
 """Views written in SQL, each after those it reads."""
 
 RELATIONS = frozenset([*DECLARED, *MANIFEST_TABLES, *VIEWS])

@@ -176,9 +176,11 @@ def _unmeasured(
         missing["value_collapse"] = "it takes two iterations with a critic"
     if "reward_hacking" in missing:
         missing["reward_hacking"] = "it takes two held-out evaluations (evaluate.source, evaluate.every)"
-    elif not connection.execute("SELECT bool_or(weight = 0) FROM heldout WHERE run_id = ?", [run_id]).fetchall()[0][0]:
+    elif not connection.execute(
+        "SELECT bool_or(gold_weight IS NOT NULL) FROM heldout WHERE run_id = ?", [run_id]
+    ).fetchall()[0][0]:
         missing["reward_hacking"] = (
             "judged by the trained reward on held-out prompts, which a hacked reward pays as well; "
-            "add a gold source to [[rewards]] with weight = 0"
+            "add a gold judge that nobody trains on: [[evaluate.judges]]"
         )
     return missing

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 import statistics
 import sys
@@ -118,6 +119,8 @@ class _Job:
 
     @classmethod
     def of(cls, config: Supervised, seed: int, scratch: Path) -> "_Job":
+        if "WORLD_SIZE" not in os.environ:
+            os.environ.pop("LOCAL_RANK", None)  # left by a learner's DeepSpeed; accelerate would wait for other ranks
         make = _sft_trainer if isinstance(config, SftConfig) else _reward_trainer
         tokenizer = _tokenizer(resolve(config.model))
         trainer, rows = make(config, seed, scratch, tokenizer)

@@ -236,6 +236,7 @@ def _write_iteration(at: At) -> None:
         n = len(pairs)
         columns: dict[str, Any] = {
             "policy_version": [version + 1] * n,
+            "held_out": ["held_out"] * n,
             "prompt_id": [prompt for prompt, _ in pairs],
             "source": [source for _, source in pairs],
             "response_token_ids": [[5, EOS]] * n,
@@ -244,6 +245,7 @@ def _write_iteration(at: At) -> None:
             "score": [1.0 + i for i in range(n)],
             "status": ["ok"] * n,
             "reference_text": ["an answer"] * n,
+            "reference_len": [2] * n,
             "reference_score": [*(0.5 + 0.5 * i for i in range(n - 1)), None],
             "reference_status": ["ok"] * (n - 1) + ["error"],
         }

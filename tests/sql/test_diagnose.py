@@ -117,7 +117,7 @@ def test_a_gold_score_that_falls_with_the_reward_is_not_hacking(tmp_lake: Path) 
 def test_without_a_gold_source_the_held_out_score_stands_in_and_that_is_said(tmp_lake: Path) -> None:
     found = diagnosis(tmp_lake, curve(4, outcome=[0.5, 0.8, 1.1, 1.4], heldout=[0.5, 0.6, 0.2, 0.1]))
     assert [f.name for f in found.failures] == ["reward_hacking"]
-    assert "weight = 0" in found.unmeasured["reward_hacking"]
+    assert "evaluate.judges" in found.unmeasured["reward_hacking"]
 
 
 def test_a_critic_that_starts_badly_has_not_collapsed(tmp_lake: Path) -> None:

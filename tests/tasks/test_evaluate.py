@@ -1,22 +1,27 @@
 """The evaluate stage behind real ones: when it is due, that policy and reference differ by their weights alone."""
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from schemas.evaluations import RESPONSE_LOGP
 from schemas.manifest import StageName
 from tasks import evaluate as evaluate_module
 from tasks.advantages import advantages
 from tasks.engines.warm import close_all, warm
 from tasks.evaluate import evaluate
 from tasks.models import samples
+from tasks.models.sequences import Sequences
 from tasks.prompt_pool import PromptError
 from tasks.rollout import rollout
 from tasks.sample_prompts import sample_prompts
 from tasks.score import score
+from tasks.sql.connection import connect
 from tasks.stage import At, Committed, StageError
 from tasks.sync import sync
 from tasks.train import train
@@ -111,8 +116,9 @@ def test_after_the_reference_the_engine_holds_the_policy_again(start: Start, con
     policy = updated(at)
     evaluate(at, policy)
     engine = warm(at).rollout_engine(1)
-    asked, _ = evaluate_module._ask(warm(at), evaluate_module.read_pool(config.evaluate.source), config)
-    again = engine.generate([request for _, request in asked], evaluate_module.Sampling(0.0))
+    pools = {"held_out": evaluate_module.read_pool(config.evaluate.source)}
+    asked, _ = evaluate_module._ask(warm(at), pools, config)
+    again = engine.generate([ask.request for ask in asked], evaluate_module.Sampling(0.0))
     assert [answer.text for answer in again] == [row["text"] for row in rows_of(at)]
 
     manifest = at.run.stage_folder(0, StageName.EVALUATE) / "manifest.json"
@@ -128,7 +134,12 @@ def test_another_reference_answers_for_itself(start: Start, config_of: Any, tmp_
     evaluate(at, updated(at))
     alone = start(config_of(models={"policy": str(tmp_path / "other")}, train={"actor_lr": 0.0}), 0, tmp_path / "alone")
     evaluate(alone, updated(alone))
-    assert [row["reference_text"] for row in rows_of(at)] == [row["text"] for row in rows_of(alone)]
+    mine = [row for row in rows_of(at) if row["policy_version"] == 1]
+    initial = [row for row in rows_of(at) if row["policy_version"] == 0]
+    assert [row["reference_text"] for row in mine] == [row["text"] for row in rows_of(alone)]
+    # Nothing was learned, so that the initial policy, which is evaluated too, answers as version 1 does.
+    assert [row["text"] for row in initial] == [row["text"] for row in mine] != [row["reference_text"] for row in mine]
+    assert {row["policy_version"] for row in rows_of(alone)} == {1}
 
 
 def test_a_reference_that_doesnt_fit_the_engine_is_named(start: Start, config_of: Any, tmp_path: Path) -> None:
@@ -173,6 +184,37 @@ def test_held_out_prompts_that_dont_fit_are_counted(start: Start, config_of: Any
     near_the_context = by_prompt["p-000003"]
     assert len(near_the_context["response_token_ids"]) <= 8  # of a context of 128
     assert near_the_context["finish_reason"] in ("context", "stop")
+
+
+def test_several_sets_are_judged_by_judges_and_given_responses_by_their_log_prob(
+    start: Start, config_of: Any, tiny_prompts: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "judges.py").write_text("def brief(prompt, response, metadata):\n    return -len(response)\n")
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"prompt": f"q{i}", "response": "yes", "answer": 0}) + "\n" for i in range(2)))
+    judge = {"name": "brief", "kind": "function", "function": f"{tmp_path}/judges.py:brief"}
+    sets = {"chat": str(tiny_prompts), "text": str(texts)}
+    at = start(config_of(evaluate={"source": sets, "judges": [judge]}, train={"actor_lr": 0.05}))
+    evaluate(at, updated(at))
+    rows = rows_of(at)
+    found = Counter((row["held_out"], row["source"]) for row in rows)
+    expected = {("chat", "letters"): 8, ("chat", "brief"): 8, ("text", "letters"): 2, ("text", "brief"): 2}
+    assert found == {**expected, ("text", RESPONSE_LOGP): 2}
+    assert all(row["score"] == -len(row["text"]) for row in rows if row["source"] == "brief")
+
+    learner = warm(at).learner(1)
+    tokenizer = warm(at).tokenizer
+    prompts = [np.array(tokenizer.encode(f"q{i}")) for i in range(2)]
+    response = np.array([*tokenizer.encode("yes", add_special_tokens=False), tokenizer.eos_token_id])
+    logp = learner.logp(Sequences(prompts, [response] * 2), [[0, 1]])
+    given = [row for row in rows if row["source"] == RESPONSE_LOGP]
+    assert [row["score"] for row in given] == pytest.approx([of.mean() for of in logp], abs=1e-4)
+    assert all(row["score"] != row["reference_score"] for row in given)
+    with connect(at.run.lake) as lake:
+        gold = lake.sql("SELECT count(gold), count(reward) FROM verdicts WHERE policy_version = 1").fetchall()
+        ((perplexity,),) = lake.sql("SELECT perplexity FROM frontier WHERE policy_version = 1").fetchall()
+    assert gold == [(10, 10)]
+    assert perplexity == pytest.approx(np.exp(-np.mean([of.mean() for of in logp])), rel=1e-3)
 
 
 def test_a_missing_pool_is_named(start: Start, config_of: Any) -> None:

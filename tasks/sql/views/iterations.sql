@@ -157,10 +157,12 @@ LEFT JOIN (
         SELECT
             run_id,
             iteration,
+            held_out,
             prompt_id,
             if(count(score) = count(*), sum(score * weight), NULL) AS score,
             if(count(reference_score) = count(*), sum(reference_score * weight), NULL) AS reference_score,
         FROM heldout
+        WHERE weight <> 0
         GROUP BY ALL
     )
     GROUP BY ALL

@@ -72,13 +72,16 @@ dtypes AS (
     GROUP BY ALL
 ),
 gold AS MATERIALIZED (
-    -- What nobody trains on: held-out scores of the sources of weight 0, or of the trained ones where there is none.
-    SELECT run_id, iteration, prompt_id, avg(score) AS score
+    -- What nobody trains on: held-out scores of the gold judges, or of the trained sources where there is none.
+    SELECT run_id, iteration, held_out, prompt_id, avg(score) AS score
     FROM (
-        SELECT e.run_id, e.iteration, e.prompt_id,
-            if(count(e.score) = count(*), sum(e.score * if(weight = 0, 1, weight)), NULL) AS score
-        FROM (SELECT *, bool_or(weight = 0) OVER (PARTITION BY run_id, iteration) AS independent FROM heldout) AS e
-        WHERE NOT independent OR weight = 0
+        SELECT e.run_id, e.iteration, e.held_out, e.prompt_id,
+            if(count(e.score) = count(*), sum(e.score * coalesce(gold_weight, weight)), NULL) AS score
+        FROM (
+            SELECT *, bool_or(gold_weight IS NOT NULL) OVER (PARTITION BY run_id, iteration) AS independent
+            FROM heldout
+        ) AS e
+        WHERE NOT independent OR gold_weight IS NOT NULL
         GROUP BY ALL
     )
     GROUP BY ALL
@@ -103,7 +106,8 @@ hacking AS (
         ) AS gold_fall,
     FROM gold AS now
     JOIN levels USING (run_id, iteration)
-    JOIN gold AS peak ON peak.run_id = now.run_id AND peak.iteration = levels.best AND peak.prompt_id = now.prompt_id
+    JOIN gold AS peak ON peak.run_id = now.run_id AND peak.iteration = levels.best
+        AND peak.held_out = now.held_out AND peak.prompt_id = now.prompt_id
     JOIN curve AS later ON later.run_id = now.run_id AND later.iteration = now.iteration
     JOIN curve AS earlier ON earlier.run_id = now.run_id AND earlier.iteration = levels.best
     GROUP BY ALL
