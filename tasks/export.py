@@ -87,7 +87,7 @@ def _card(run: Run, version: int, digest: str, made_in: int | None, record: RunR
         f"# {run.run_id}, policy version {version}",
         f"Trained by PPO with Rollbook {code_version()} from `{config.models.policy}`, as version {version} of run "
         f"`{run.run_id}`" + ("" if made_in is None else f", made in iteration {made_in}") + ".",
-        "## Digests\n\n" + _table(["what", "SHA-256"], [("these weights", digest), *sorted(record.digests.items())]),
+        "## Digests\n\n" + _table(["what", "digest"], [("these weights", digest), *sorted(record.digests.items())]),
         "## Lineage\n\n" + _lineage(run, version) + base,
     ]
     if curve:
