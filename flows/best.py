@@ -7,8 +7,8 @@ from rich.markup import escape
 
 from flows.printing import make_console, print_json, print_table
 from flows.query import Format, FormatOption, LakeOption, RunArgument
-from tasks.lake.runs import default_lake, open_run
-from tasks.lake.storage import LakeError
+from tasks.lake.location import LakeError, lake_at
+from tasks.lake.runs import open_run
 from tasks.sql.connection import connect
 
 VERSIONS = (
@@ -36,7 +36,7 @@ def best(
     format: FormatOption = Format.TABLE,
 ) -> None:
     """Name the policy version that wins on gold: not the one with the highest reward, which may have been hacked."""
-    found = open_run(lake or default_lake(), run)
+    found = open_run(lake_at(lake), run)
     measure = "reward" if by_reward else "gold"
     with connect(found.lake, found.run_id) as connection:
         versions = _rows(connection, VERSIONS, run_id=found.run_id, measure=measure)

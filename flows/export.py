@@ -7,7 +7,8 @@ import typer
 
 from flows.printing import quiet_engines
 from flows.query import LakeOption
-from tasks.lake.runs import default_lake, open_run
+from tasks.lake.location import lake_at
+from tasks.lake.runs import open_run
 
 
 def export(
@@ -21,7 +22,7 @@ def export(
     A version whose weights are no longer stored is rebuilt from the stored experience.
     """
     quiet_engines()
-    found = open_run(lake or default_lake(), run)
+    found = open_run(lake_at(lake), run)
     from tasks.export import export as write
 
     digest = write(found, version, folder)

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from schemas.manifest import StageName
-from tasks.engines.warm import newest_state, resources, warm
+from tasks.engines.warm import resources, warm
 from tasks.lake.runs import Run, RunRecord
 from tasks.lake.storage import LakeError
 from tasks.models import state
@@ -29,7 +29,7 @@ METRICS = (
 def export(run: Run, version: int, folder: Path) -> str:
     """Writes a policy version in Hugging Face layout to a new folder. Returns its weights digest.
 
-    A version whose learner state is gone is rebuilt by folding the stored experience.
+    A version whose learner state is gone is rebuilt by folding the stored experience; an adapter is merged.
     Raises LakeError where the folder is there already, StageError where the run has no such version.
     """
     if folder.exists():
@@ -47,12 +47,7 @@ def export(run: Run, version: int, folder: Path) -> str:
                 for weights in policy.glob("*.safetensors*"):
                     shutil.copy(weights, temporary)
             else:
-                saved = newest_state(run, version)
-                if saved is not None and int(saved.name) == version:
-                    state.verify(saved)
-                    _save(load_file(saved / "actor" / "model.safetensors").items(), temporary)
-                else:
-                    _save(held.learner(version).actor_tensors(aliases=False), temporary)
+                _save(held.learner(version).actor_tensors(aliases=False), temporary)
             if folder_digest(temporary) != digest:
                 raise LakeError(f"the weights of version {version} are not those the run recorded ({digest})")
             (temporary / "README.md").write_text(_card(run, version, digest, made_in, record))

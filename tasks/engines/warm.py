@@ -199,9 +199,7 @@ class Warm:
         if self._learner is None:
             return
         frozen = {
-            f"reward {name}": weights_of(model)
-            for scorer in self._all_scorers
-            for name, model in scorer.models.items()
+            f"reward {name}": weights_of(model) for scorer in self._all_scorers for name, model in scorer.models.items()
         }
         if self.config.models.lora is not None:
             frozen["reference"] = self._learner.reference.weights
