@@ -28,6 +28,7 @@ SELECT
     unnest(e.raw_advantage) AS raw_advantage,
     unnest(e.advantage) AS advantage,
     unnest(e.returns) AS returns,
+    unnest(e.token_weight) AS token_weight,
     e.dropped,
 FROM rollouts AS r
 LEFT JOIN forwards AS f USING (run_id, iteration, sample_id)
