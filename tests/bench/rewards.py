@@ -1,11 +1,14 @@
 """What scoring costs beside the source itself: a reward model beside a bare forward, a function, an HTTP service."""
 
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import torch
 
@@ -15,7 +18,6 @@ from tasks.engines.http_scorer import HttpScorer
 from tasks.engines.model_scorer import ModelScorer
 from tasks.engines.scorer import Item
 from tests.bench.iteration import CACHE, reward_model
-from tests.engines.reward_service import service
 
 SEQUENCES, SHORTEST, LONGEST = 64, 32, 160
 BATCH_TOKENS = 2048
@@ -96,19 +98,25 @@ def function() -> None:
 
 def http() -> None:
     """Each request takes the service SERVICE_SECONDS: how many were there at a time, on average from first to last?"""
-    with service() as one:
-        options = {"url": f"{one.url}/slow/{SERVICE_SECONDS}", "batch_size": 1, "in_flight": IN_FLIGHT}
+    command = [sys.executable, "tests/engines/reward_service.py"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        url = server.stdout.readline().strip()
+        options = {"url": f"{url}/slow/{SERVICE_SECONDS}", "batch_size": 1, "in_flight": IN_FLIGHT}
         scorer = HttpScorer(RewardSource(name="h", kind="http", options=options), None)
         items = [Item(f"s-{i}", "p", "1", [], [], {}) for i in range(REQUESTS)]
         began = time.perf_counter()
         scorer.score(items)
         seconds = time.perf_counter() - began
+        counts = httpx.post(f"{url}/counts", json={}).json()
         scorer.close()
-        under_way = REQUESTS * SERVICE_SECONDS / seconds
-        print(
-            f"http: {under_way:.1f} requests under way on average, {one.most_in_flight} at most, {IN_FLIGHT} set; "
-            f"{REQUESTS} of {SERVICE_SECONDS * 1000:.0f} ms over {one.connections} connections"
-        )
+        server.stdin.close()
+    average, most = REQUESTS * SERVICE_SECONDS / seconds, counts["most_in_flight"]
+    print(
+        f"http: {average:.1f} requests under way on average, {most} at most, {IN_FLIGHT} set; {REQUESTS} of "
+        f"{SERVICE_SECONDS * 1000:.0f} ms over {counts['connections'] - 1} connections"
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,10 @@
-"""A real HTTP service on this machine that scores, misbehaves on request, and counts what it is asked."""
+"""A real HTTP service on this machine that scores, misbehaves on request, and counts what it is asked.
+
+python reward_service.py    prints its address, and serves until its standard input is closed
+"""
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -37,6 +41,8 @@ class Service:
                 return (503, "busy") if failing else (200, json.dumps({"results": right}))
             case ["status", status]:
                 return int(status), "no such luck"
+            case ["counts"]:
+                return 200, json.dumps({"connections": self.connections, "most_in_flight": self.most_in_flight})
             case ["deep"]:
                 return 200, "[" * 100_000
             case ["drop"]:
@@ -66,6 +72,7 @@ def service() -> Iterator[Service]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # else the second packet of an answer waits 40 ms for the first one's receipt
 
         def setup(self) -> None:
             super().setup()
@@ -110,3 +117,9 @@ def service() -> Iterator[Service]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+if __name__ == "__main__":
+    with service() as running:
+        print(running.url, flush=True)
+        sys.stdin.read()
