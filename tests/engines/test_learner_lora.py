@@ -74,6 +74,38 @@ def test_s60_the_reference_is_the_adapter_switched_off_bit_for_bit(
     assert all(id(p) in held for _, p in learner.reference.weights if isinstance(p, torch.nn.Parameter))
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_exact_kl_to_the_base_is_that_to_a_copy_of_it_and_can_be_trained_on(
+    open_learner, training_data, make_config, tiny_llama, stage
+):
+    """The same numbers against the adapter switched off as against the model in the folder; in the loss, the same
+    gradient."""
+    config = make_config(
+        models={"lora": RANK},
+        advantages={"kl_in": "loss", "kl_coef": 1.0, "kl_estimator": "exact"},
+        train={"actor_lr": 1e-2, "minibatch_size": 10, "zero_stage": stage},
+    )
+    learners = [open_learner(config) for _ in range(2)]
+    data = training_data(learners[0], config)
+    rows = Sequences.from_table(data.rollouts)
+    layout = score_layout(rows, [False] * 10, config, 0)
+    copy = FrozenPolicy.load(tiny_llama, config)
+    for iteration in range(2):
+        steps = [
+            learner.update(data.rollouts, data.experience, config, iteration, reference).updates
+            for learner, reference in zip(learners, (learners[0].reference, copy), strict=True)
+        ]
+        assert steps[0]["kl_loss"] == steps[1]["kl_loss"]
+        assert steps[0]["actor_grad_norm"] == steps[1]["actor_grad_norm"]
+    assert steps[0]["kl_loss"][0] > 1e-6
+    (_, base_logp, to_base), (_, copy_logp, to_copy) = (
+        learners[0].exact_kl(reference, rows, layout) for reference in (learners[0].reference, copy)
+    )
+    for a, b in ((base_logp, copy_logp), (to_base, to_copy)):
+        np.testing.assert_array_equal(np.concatenate(a), np.concatenate(b))
+    assert np.concatenate(to_base).min() > 0
+
+
 def test_frozen_weights_have_no_gradient_no_moment_and_no_decay(open_learner, training_data, adapters):
     config = adapters(weight_decay=0.1)
     learner = open_learner(config)
