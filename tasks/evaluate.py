@@ -16,7 +16,7 @@ from schemas.manifest import StageName, canonical
 from schemas.rewards import RewardStatus
 from schemas.rollouts import FinishReason
 from tasks.engines.rollout_engine import Request, Response, RolloutEngine, Sampling, SyncError
-from tasks.engines.scorer import Item, Score
+from tasks.engines.scorer import Item, Score, scores_by_source
 from tasks.engines.warm import Warm, judges_of, warm
 from tasks.models.loading import load_causal_lm
 from tasks.models.samples import resolve
@@ -214,7 +214,7 @@ def _answer(engine: RolloutEngine, held: Warm, asked: list[Ask], sampling: Sampl
         )
         for ask, answer in zip(asked, responses, strict=True)
     ]
-    scored = {scorer.source.name: scorer.score(items) for scorer in [*held.reward_scorers(), *held.judges()]}
+    scored = scores_by_source([*held.reward_scorers(), *held.judges()], items)
     scores = [{name: of_source[index] for name, of_source in scored.items()} for index in range(len(asked))]
     for of_prompt, logp in zip(scores, _response_logp(engine, asked), strict=True):
         if logp is not None:

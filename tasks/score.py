@@ -3,9 +3,8 @@ reference and the critic make of it, at the version that sampled it."""
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from schemas.config import Config, RewardSource
 from schemas.manifest import StageName
 from schemas.rewards import RewardStatus
 from schemas.rollouts import FinishReason
-from tasks.engines.scorer import Item, RewardScorer, Score
+from tasks.engines.scorer import Item, RewardScorer, Score, closed_on_failure
 from tasks.engines.warm import Warm, warm
 from tasks.models.sequences import Sequences, score_layout
 from tasks.ppo.drops import drop_reason, drop_reasons
@@ -104,7 +103,7 @@ def _score(staging: Staging, held: Warm) -> Result:
     beside = [s for s in scorers if not s.source.kind.runs_on_device]
     items = _items(rollouts, staging.read("prompts"))
     report(StageName.SCORE, 0, rollouts.num_rows)
-    with ThreadPoolExecutor(max_workers=len(scorers)) as pool, _closed_on_failure(beside):
+    with ThreadPoolExecutor(max_workers=len(scorers)) as pool, closed_on_failure(beside):
         running = {s.source.name: pool.submit(scores_of, s, items) for s in beside}
         scores = {s.source.name: scores_of(s, items) for s in on_device}
         wait(running.values(), PATIENCE_SECONDS)
@@ -118,17 +117,6 @@ def _score(staging: Staging, held: Warm) -> Result:
         forwards = _run_forwards(rollouts, dropped, staging, held)
     _write(staging, held, rollouts, scores, forwards)
     return Result(rows_used=rollouts.num_rows, facts={s.source.name: s.facts for s in scorers})
-
-
-@contextmanager
-def _closed_on_failure(scorers: list[RewardScorer]) -> Iterator[None]:
-    """Ends calls that still run where the block fails or is interrupted, so that nobody waits for one that hangs."""
-    try:
-        yield
-    except BaseException:
-        for scorer in scorers:
-            scorer.close()
-        raise
 
 
 def _items(rollouts: pa.Table, prompts: pa.Table) -> list[Item]:

@@ -2,7 +2,9 @@
 named `*_scorer` implement it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -98,6 +100,27 @@ def open_scorers(config: Config, policy_tokenizer: Any) -> list[RewardScorer]:
             scorer.close()
         raise
     return scorers
+
+
+@contextmanager
+def closed_on_failure(scorers: Sequence[RewardScorer]) -> Iterator[None]:
+    """Ends calls that still run where the block fails or is interrupted, so that nobody waits for one that hangs."""
+    try:
+        yield
+    except BaseException:
+        for scorer in scorers:
+            scorer.close()
+        raise
+
+
+def scores_by_source(scorers: Sequence[RewardScorer], items: Sequence[Item]) -> dict[str, list[Score]]:
+    """The scores of each source by its name: those with models on the device one after the other, the rest beside."""
+    beside = [s for s in scorers if not s.source.kind.runs_on_device]
+    with ThreadPoolExecutor(max_workers=len(scorers)) as pool, closed_on_failure(beside):
+        running = {s.source.name: pool.submit(s.score, items) for s in beside}
+        scores = {s.source.name: s.score(items) for s in scorers if s.source.kind.runs_on_device}
+        scores |= {name: future.result() for name, future in running.items()}
+    return {scorer.source.name: scores[scorer.source.name] for scorer in scorers}
 
 
 def _open(source: RewardSource, config: Config, policy_tokenizer: Any) -> RewardScorer:
