@@ -675,16 +675,6 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _reads_a_whole_reference(self) -> "Config":
-        if self.models.lora is not None and self.advantages.exact_kl and self.train.zero_stage == 3:
-            raise ValueError(
-                f'advantages.kl_estimator = "{self.advantages.kl_estimator}" reads the output embedding of the '
-                f"reference, which models.lora shares with the policy and train.zero_stage = 3 keeps in parts; set "
-                f"train.zero_stage to 2 or less"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _penalises_within_the_limit(self) -> "Config":
         margin, limit = self.outcome.overlong_margin, self.rollout.max_new_tokens
         if margin is not None and margin > limit:

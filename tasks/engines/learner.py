@@ -26,7 +26,7 @@ from tasks.models import lora, state
 from tasks.models.frozen import Weights
 from tasks.models.loading import ActorCritic, BarePolicy, Critic, Policy, Reference, autocast, device, policy_logp
 from tasks.models.sequences import Batch, RowIndices, Sequences, batch, layout, micro_batches, ragged
-from tasks.models.trained import adapter_bases, open_critic, open_policy, require_same_training, training_facts
+from tasks.models.trained import adapter_bases, open_models, require_same_training, training_facts
 from tasks.models.weights import tensors_digest
 from tasks.ppo.finite import valid
 from tasks.ppo.kl import KlEstimator, reference_kl_loss
@@ -187,7 +187,7 @@ class Learner:
     @classmethod
     def initial(cls, config: Config) -> "Learner":
         """Version 0: the configured policy, and the configured critic or a fresh one."""
-        policy, critic = open_policy(config), open_critic(config)
+        policy, critic = open_models(config)
         head = _value_head(policy, critic)
         digest = None if head is None else tensors_digest(head.named_parameters())
         return cls(config, policy, critic, value_head_digest=digest, carried=Carried.initial(config))
@@ -572,8 +572,7 @@ class Learner:
         require_same_training(record["training"], config, folder)
         learner = cls(
             config,
-            open_policy(config, folder),
-            open_critic(config, folder),
+            *open_models(config, folder),
             version=record["version"],
             actor_steps=record["actor_steps"],
             critic_steps=record["critic_steps"],

@@ -79,6 +79,13 @@ def base_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return ((name, weight) for name, weight in weights if ".lora_" not in name)
 
 
+def share_base(of: nn.Module, model: nn.Module) -> None:
+    """Lets `model` read its frozen weights where `of` has them: both are adapted copies of one base."""
+    held = {name.replace(".base_layer.", "."): weight for name, weight in base_weights(of)}
+    for name, weight in base_weights(model):
+        weight.data = held[name.replace(".base_layer.", ".")].data
+
+
 def checkpoint_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Any]]:
     """Every tensor by its name in a checkpoint without adapters, and the layer whose adapter changes it, or None."""
     layers = {f"{name}.base_layer.weight": layer for name, layer in adapted_layers(model).items()}

@@ -21,9 +21,19 @@ from tasks.models.loading import (
     value_head,
     vocab_size,
 )
-from tasks.models.lora import add_adapter, load_adapter, target_names
+from tasks.models.lora import add_adapter, load_adapter, share_base, target_names
 from tasks.models.samples import resolve
 from tasks.models.weights import folder_digest
+
+
+def open_models(config: Config, state: Path | None = None) -> tuple[Policy, Critic | None]:
+    """What a learner trains, of version 0 or of a learner state. Adapters of policy and critic on one base share it,
+    but under ZeRO-3, which partitions the weights of each engine apart."""
+    policy, critic = open_policy(config, state), open_critic(config, state)
+    models = config.models
+    if critic and models.lora and models.critic_lora and models.critic_folder is None and config.train.zero_stage < 3:
+        share_base(policy.model.base_model, critic.backbone)
+    return policy, critic
 
 
 def open_policy(config: Config, state: Path | None = None) -> Policy:

@@ -123,6 +123,9 @@ def test_frozen_weights_have_no_gradient_no_moment_and_no_decay(open_learner, tr
     frozen = [p for p in learner.policy.parameters() if not p.requires_grad]
     assert len(frozen) == 20
     assert all(p.grad is None and p not in learner._actor_engine.optimizer.state for p in frozen)
+    of_base = [[p for p in m.parameters() if not p.requires_grad] for m in (learner.policy, learner.critic.backbone)]
+    storages = [{p.untyped_storage().data_ptr() for p in weights} for weights in of_base]
+    assert storages[1] <= storages[0]  # the critic's adapter is on the same base, in the same memory
     owned = [id(p) for of_model in learner.trained.values() for _, p in of_model]
     assert len(owned) == len(set(owned))
 

@@ -8,14 +8,23 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tasks.models.weights import folder_digest, tensors_digest
 
+ADAPTERS = {"lora": {"rank": 4}, "critic_lora": {"rank": 4}}
+EXACT = {"kl_in": "loss", "kl_estimator": "exact"}
+"""Reads the output embedding a second time, for the reference: with an adapter it is the policy's own."""
+
 
 @pytest.mark.parametrize(
-    ("tied", "models"),
-    [(True, {}), (False, {}), (True, {"lora": {"rank": 4}, "critic_lora": {"rank": 4}})],
-    ids=["tied", "untied", "adapters"],
+    ("tied", "models", "advantages"),
+    [
+        (True, {}, {}),
+        (False, {}, {}),
+        (True, ADAPTERS, EXACT),
+        (False, ADAPTERS, EXACT),
+    ],
+    ids=["tied", "untied", "tied_adapters", "untied_adapters"],
 )
 def test_an_output_embedding_used_outside_its_module_is_gathered(
-    open_learner, training_data, make_config, tiny_llama, tmp_path, tied, models
+    open_learner, training_data, make_config, tiny_llama, tmp_path, tied, models, advantages
 ):
     folder = tmp_path / "model"
     torch.manual_seed(0)
@@ -34,12 +43,18 @@ def test_an_output_embedding_used_outside_its_module_is_gathered(
 
     norms, weights = [], []
     for stage in (0, 3):
-        config = make_config(models={"policy": str(folder), **models}, train={"zero_stage": stage, "adam_eps": 1e-2})
+        config = make_config(
+            models={"policy": str(folder), **models},
+            advantages=advantages,
+            train={"zero_stage": stage, "adam_eps": 1e-2},
+        )
         learner = open_learner(config)
         if stage == 3:
             assert learner.policy.model.get_output_embeddings().weight.numel() == 0
         data = training_data(learner, config)
-        norms.append(learner.update(data.rollouts, data.experience, config, 0).updates["actor_grad_norm"])
+        reference = learner.reference if models else None
+        updates = learner.update(data.rollouts, data.experience, config, 0, reference).updates
+        norms.append(updates["actor_grad_norm"])
         weights.append({name: t.clone() for name, t in learner.actor_tensors()})
         learner.save(tmp_path / f"state-{stage}")
         if not models:
