@@ -20,6 +20,8 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.runtime import flow_run
 from prefect.states import Crashed, State
 
+from tasks.lake.location import ObjectPath, lake_at
+
 FLOWS = ["ppo-training", "ppo-iteration"]
 UNFINISHED = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
 PAGE = 200
@@ -30,10 +32,13 @@ T = TypeVar("T")
 def mark_the_dead(lake: str, run_id: str) -> int:
     """Marks every unfinished flow run of a run, with its tasks, as crashed. Returns how many flow runs that were.
 
-    To be called under the run's lock: whoever holds it is the only one alive, so the others died without a word. A flow
-    run belongs to the run if it was given the same lake, as an absolute path, and the same run_id.
+    To be called under the run's lock: whoever holds it is the only one alive, so the others died without a word. On a
+    store nobody holds it: who still lives there has been taken over, and stops at its next commit. A flow run belongs
+    to the run if it was given the same lake, as an absolute path, and the same run_id.
     """
-    state: State[None] = Crashed(message="The process died; the run's lock in the lake was free.")
+    taken_over = isinstance(lake_at(lake), ObjectPath)
+    message = "Another process took the run over." if taken_over else "The process died; the run's lock was free."
+    state: State[None] = Crashed(message=message)
     with get_client(sync_client=True) as client:
         dead = [run for run in _unfinished(client) if _works_on(run) == (lake, run_id) and str(run.id) != flow_run.id]
         for run in dead:

@@ -135,6 +135,11 @@ class Warm:
     def _restore(self, version: int) -> Learner:
         folder = newest_state(self.run, version)
         learner = Learner.load(self.config, folder) if folder else Learner.initial(self.config)
+        if folder and learner.actor_digest() != self.policy_digest(learner.version):
+            raise StageError(
+                f"{folder} holds other weights than policy version {learner.version} of run {self.run.run_id} was "
+                f"recorded with; remove it, and the version is rebuilt from the stored experience"
+            )
         while learner.version < version:
             manifest = self.trained(learner.version + 1)
             log.info("rebuilding policy version %d from the stored experience", manifest.policy_version_out)

@@ -6,6 +6,7 @@ python -m tests.bench.lake [RESPONSE_TOKENS]      100 million if none is given, 
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,7 @@ import pyarrow.parquet as pq
 from schemas.ids import sample_id
 from schemas.manifest import StageName
 from tasks.lake.runs import Run
+from tasks.stage import At, Result, run_stage
 from tests.generated_lake import Point, write_run
 
 TOKENS = 100_000_000
@@ -41,6 +43,7 @@ def measure(lake: Path, iterations: int) -> None:
     write_run(lake, points, run_id=RUN_ID, prompts=PROMPTS, answers=ANSWERS, vocabulary=VOCABULARY)
     print(f"{iterations} iterations written in {time.perf_counter() - started:.0f} s")
     print_storage(Run(lake, RUN_ID))
+    print_commit(lake)
     middle = iterations // 2
     point = ["sql", f"FROM tokens WHERE sample_id = '{sample_id(middle, PROMPTS // 2, 1)}'", "--format", "csv"]
     print_command("the whole audit", 60, ["audit", "--all"], lake)
@@ -70,6 +73,18 @@ def print_storage(run: Run) -> None:
         print(f"  {table:<14}{stored[table] / tokens:8.2f}   as JSON lines {as_json[table] / first:8.2f}")
     total = stored.total() / tokens
     print(f"  {'all':<14}{total:8.2f}   as JSON lines {as_json.total() / first:8.2f}   (promised: under 48)")
+
+
+def print_commit(lake: Path, stages: int = 200) -> None:
+    """What a stage costs that writes no rows: its key, its attempt, its manifest, synced to disk."""
+    Run(lake.parent / "empty", RUN_ID).write_record(Run(lake, RUN_ID).record_at(0), 0)
+    seconds = []
+    for iteration in range(stages):
+        started = time.perf_counter()
+        at = At(str(lake.parent / "empty"), RUN_ID, iteration)
+        run_stage(at, StageName.SAMPLE_PROMPTS, lambda _: Result(0), section={}, version=0)
+        seconds.append(time.perf_counter() - started)
+    print(f"commit of a stage: {1000 * statistics.median(seconds):.1f} ms   (promised: under 50 ms)")
 
 
 def print_command(what: str, promised: float | None, words: list[str], lake: Path) -> None:

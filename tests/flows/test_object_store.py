@@ -78,7 +78,7 @@ def test_s42_killed_and_continued_on_a_store_the_run_is_the_one_on_disk(lakes: t
 
 def test_every_reading_command_answers_from_a_store_as_from_disk(lakes: tuple[Location, Location]) -> None:
     queries = (
-        "SELECT COLUMNS('^(?!.*second).*') FROM iterations",
+        "SELECT iteration, outcome_mean, kl, entropy, policy_loss, ratio_max, heldout_score, tokens FROM iterations",
         "SELECT sample_id, position, token_id, advantage FROM tokens ORDER BY ALL",
         "SELECT stage, digest FROM stages ORDER BY ALL",
         "SELECT policy_version, weights_digest, learner_path FROM policies ORDER BY ALL",

@@ -15,9 +15,11 @@ from schemas import TABLES
 from schemas.manifest import StageName
 from tasks.lake.attempts import StoreAttempt, Superseded
 from tasks.lake.location import AlreadyThere, LakeError, ObjectPath, lake_at
+from tasks.lake.models import TrainedModel
 from tasks.lake.runs import Run, RunRecord, open_run
 from tasks.lake.storage import children, exclusive, read_many, sizes, subfolders, write_bytes
 from tasks.models.state import opened, prune, saved_versions, writing
+from tasks.sql.connection import connect
 from tasks.stage import At, Result, Staging, run_stage
 from tests.conftest import MakeConfig
 
@@ -224,6 +226,14 @@ def test_a_changed_byte_of_a_state_is_found(s3_lake: ObjectPath) -> None:
         opened(s3_lake / "000001"),
     ):
         pass
+
+
+def test_a_trained_model_is_on_record_on_a_store(s3_lake: ObjectPath) -> None:
+    score = {"model": "m", "seed": 0, "pair_id": "p", "source": None, "chosen_score": 1.0, "rejected_score": 0.0}
+    row = score | {"chosen_len": 3, "rejected_len": 4}
+    TrainedModel(s3_lake, "m").commit("key", {"preference_scores": [row]})
+    with connect(s3_lake) as connection:
+        assert connection.execute("FROM preference_scores").fetchall() == [tuple(row.values())]
 
 
 # Stores that can't be used

@@ -1,6 +1,8 @@
 """The train stage behind real rollouts of a tiny policy: what it commits, and what it leaves on disk."""
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +19,7 @@ from tasks.models.weights import folder_digest
 from tasks.rollout import rollout
 from tasks.sample_prompts import sample_prompts
 from tasks.score import score
-from tasks.stage import At, Committed, Result, Staging, run_stage
+from tasks.stage import At, Committed, Result, StageError, Staging, run_stage
 from tasks.train import train
 
 Start = Callable[..., At]
@@ -104,6 +106,24 @@ def test_a_cold_learner_commits_what_the_warm_one_does(start: Start, config: Con
                 close_all()
         digests.append(update.digest)
     assert digests[0] == digests[1]
+
+
+def test_a_saved_state_of_other_weights_than_were_recorded_is_refused(
+    start: Start, make_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    """Such as another machine's, which worked on the same run of a store and was stopped."""
+    states = []
+    for lake, actor_lr in ((tmp_path / "other", 1e-4), (tmp_path / "lake", 1e-3)):
+        at = start(make_config(rollout={"engine": "transformers"}, train={"actor_lr": actor_lr}), 0, lake)
+        train(at, *inputs(at))
+        states.append(at.run.folder / "learner" / "000001")
+    close_all()
+    assert warm(at).learner(1).version == 1
+    close_all()
+    shutil.rmtree(states[1])
+    shutil.copytree(*states)
+    with pytest.raises(StageError, match="000001 holds other weights than policy version 1 of run r-test"):
+        warm(at).learner(1)
 
 
 def test_a_version_is_rebuilt_from_the_experience_under_every_option_of_the_losses(
