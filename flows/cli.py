@@ -111,12 +111,16 @@ for function in COMMANDS:
 
 
 def main() -> None:
+    log_to_stderr()
+    app()
+
+
+def log_to_stderr() -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setLevel(logging.WARNING)
     # Prefect would print the traceback of an error that is about to be told in words.
     handler.addFilter(lambda record: not record.name.startswith("prefect"))
     logging.basicConfig(handlers=[handler], format="%(levelname)s %(message)s")
-    app()
 
 
 if __name__ == "__main__":

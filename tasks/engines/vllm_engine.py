@@ -29,17 +29,26 @@ RECORDED = (
 """The attributes of vLLM's SamplingParams that shape what is sampled and where it ends."""
 
 
-def open_vllm(config: Config, folder: Path, tokenizer: Any) -> "VllmEngine":
-    """A vLLM engine in this process that holds the policy of `folder` as version 0."""
+def import_vllm() -> bool:
+    """Imports vLLM so that it works in this process alone. Returns whether it is its CPU build."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override rollout.kv_cache_gib
     from vllm.platforms import current_platform
 
-    if on_cpu := current_platform.is_cpu():
+    on_cpu: bool = current_platform.is_cpu()
+    if on_cpu:
         # Only the count behind a log-prob's rank is compiled; compiling it takes up to 10 s and saves nothing here.
         current_platform.simple_compile_backend = "eager"
+    import vllm.entrypoints.llm  # noqa: F401
+
+    return on_cpu
+
+
+def open_vllm(config: Config, folder: Path, tokenizer: Any) -> "VllmEngine":
+    """A vLLM engine in this process that holds the policy of `folder` as version 0."""
+    on_cpu = import_vllm()
     from vllm import EngineArgs, LLMEngine
     from vllm.usage.usage_lib import UsageContext
 

@@ -54,24 +54,6 @@ record_tokens = true
 source = "{prompts}"
 """
 
-DIES_AFTER = """
-import os, signal, sys
-from schemas.manifest import StageName
-from tasks import progress
-from flows import cli
-
-at, stage = int(sys.argv[1]), StageName(sys.argv[2])
-
-def die(event):
-    if isinstance(event, progress.Done) and (event.iteration, event.stage) == (at, stage):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-sys.argv[1:3] = []
-with progress.watch(die):
-    cli.main()
-"""
-"""`rollbook`, killed as with kill -9 once a stage of an iteration is committed."""
-
 
 @pytest.fixture(scope="session")
 def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
@@ -106,16 +88,36 @@ Rollbook = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="session")
-def rollbook(prefect_server: str) -> Rollbook:
-    """Runs `rollbook ARGS...` in a process of its own; `dies_after=(iteration, stage)` kills it there."""
+def environment(prefect_server: str) -> dict[str, str]:
+    return {**os.environ, "PREFECT_API_URL": prefect_server, "COLUMNS": "100"}
 
-    def run(*args: object, dies_after: tuple[int, StageName] | None = None) -> subprocess.CompletedProcess[str]:
-        program = ["-c", DIES_AFTER, str(dies_after[0]), dies_after[1]] if dies_after else ["-m", "flows.cli"]
-        environment = {**os.environ, "PREFECT_API_URL": prefect_server, "COLUMNS": "100"}
-        command = [sys.executable, *program, *map(str, args)]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
-    return run
+@pytest.fixture(scope="session")
+def rollbook(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rollbook]:
+    """Runs `rollbook ARGS...` in a process of its own, forked where it takes engines, see forked.py.
+
+    `dies_after=(iteration, stage)` kills it.
+    """
+    streams = {name: tmp_path_factory.mktemp("rollbook") / name for name in ("stdout", "stderr")}
+    program = [sys.executable, "-m", "tests.flows.forked"]
+    with subprocess.Popen(program, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+
+        def run(*args: object, dies_after: tuple[int, StageName] | None = None) -> subprocess.CompletedProcess[str]:
+            words = [str(arg) for arg in args]
+            if words[0] not in ("run", "replay", "rerun"):
+                command = [sys.executable, "-m", "flows.cli", *words]
+                return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+            for path in streams.values():
+                path.write_text("")
+            job = {"args": words, "dies_after": dies_after} | {name: str(path) for name, path in streams.items()}
+            print(json.dumps(job), file=parent.stdin, flush=True)
+            status = int(parent.stdout.readline())
+            return subprocess.CompletedProcess(words, status, **{name: p.read_text() for name, p in streams.items()})
+
+        yield run
+        parent.stdin.close()
 
 
 def content(lake: Path, run_id: str) -> list[Any]:
@@ -127,9 +129,10 @@ def content(lake: Path, run_id: str) -> list[Any]:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(rollbook: Rollbook, tiny_toml: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A lake with the run of `tiny_toml`, two iterations in one process."""
+def undisturbed(environment: dict[str, str], tiny_toml: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A lake with the run of `tiny_toml`, two iterations in one process, started as a user starts it."""
     lake = tmp_path_factory.mktemp("undisturbed") / "lake"
-    done = rollbook("run", tiny_toml, "--lake", lake)
+    command = [sys.executable, "-m", "flows.cli", "run", str(tiny_toml), "--lake", str(lake)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return lake
