@@ -193,7 +193,7 @@ def _run_query(query: str) -> Iterable[dict[str, Any]]:
 
 
 def _make_tasks(source: str) -> Iterable[dict[str, Any]]:
-    program = Path(verifiers.__file__).parent / "gym.py"
+    program = Path(verifiers.__file__).parent / "procedural.py"
     made = subprocess.run(
         [sys.executable, "-P", str(program), source.removeprefix(_GYM)],
         env=os.environ | {"PYTHONHASHSEED": "0"},

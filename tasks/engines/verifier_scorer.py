@@ -15,7 +15,7 @@ FUNCTIONS = {
     "number": "answers.py:number",
     "regex": "answers.py:regex",
     "tests": "programs.py:passes",
-    "reasoning_gym": "gym.py:score",
+    "reasoning_gym": "procedural.py:score",
 }
 INHERITED = ("PATH", "HOME", "LANG", "TMPDIR")
 """All of the environment that a verifier sees: no keys, no tokens."""

@@ -214,10 +214,10 @@ def test_the_tasks_of_reasoning_gym_are_prompts_with_verifiers():
     ],
 )
 def test_a_task_that_cant_be_made_is_refused(task, says):
-    from tasks.verifiers import gym
+    from tasks.verifiers import procedural
 
     with pytest.raises(ValueError, match=says):
-        list(gym.prompts(task))
+        list(procedural.prompts(task))
 
 
 def test_a_pool_that_cant_be_made_is_refused_with_the_reason():

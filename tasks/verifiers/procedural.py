@@ -5,7 +5,7 @@
 is 200 prompts of the task chain_sum; what follows `size` and `seed` are options of the task. Some tasks iterate over
 sets of strings, so both uses run in a process of their own with PYTHONHASHSEED=0, and prompts are the same every time.
 
-    python gym.py SPECIFICATION     prints a prompt a line, as JSON
+    python procedural.py SPECIFICATION     prints a prompt a line, as JSON
 """
 
 import contextlib
