@@ -7,6 +7,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import httpx
@@ -121,9 +122,16 @@ class RemoteScorer(ABC):
             seconds = (time.perf_counter() - started) / len(items)
         self.scored += len(items)
         if isinstance(found, Failure):
-            detail = found.detail if self._key is None else found.detail.replace(self._key, "***")
-            return [Score(None, found.status, detail, seconds)] * len(items)
-        return [_score_of(given, seconds) for given in found]
+            scores = [Score(None, found.status, found.detail, seconds)] * len(items)
+        else:
+            scores = [_score_of(given, seconds) for given in found]
+        return [self._without_key(score) for score in scores]
+
+    def _without_key(self, score: Score) -> Score:
+        """Whatever a service says of the key that it was sent, the key goes on no record."""
+        if self._key is None or score.detail is None:
+            return score
+        return replace(score, detail=score.detail.replace(self._key, "***"))
 
     async def _ask(self, items: Sequence[Item]) -> list[Given] | Failure:
         try:

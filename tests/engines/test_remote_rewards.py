@@ -136,6 +136,9 @@ def test_a_key_is_sent_and_never_told(opened, remote, monkeypatch):
     (score,) = one.score(items("1"))
     assert remote.requests[0][2]["Authorization"] == "Bearer sk-secret"
     assert score.detail == "HTTP 400: bad key Bearer ***"
+    told = '{"results": [{"id": "s-0", "error": "the key sk-secret has no quota"}]}'
+    (score,) = opened(says(told), api_key_env="JUDGE_KEY").score(items("1"))
+    assert score.detail == "the key *** has no quota"
     assert "sk-secret" not in repr(one.facts) + one.source.model_dump_json()
 
 
