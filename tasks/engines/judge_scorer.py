@@ -6,7 +6,7 @@ from typing import Any
 
 from schemas.config import RewardSource
 from schemas.reward_options import JudgeOptions
-from tasks.engines.remote_scorer import SHOWN, Given, Malformed, RemoteScorer
+from tasks.engines.remote_scorer import Given, Malformed, RemoteScorer
 from tasks.engines.scorer import Item
 
 _PLACE = re.compile(r"\{(\w+)\}")
@@ -48,7 +48,7 @@ class JudgeScorer(RemoteScorer):
         try:
             return [Given(float(found[-1][1]))]
         except (IndexError, TypeError, ValueError):
-            return [Given(None, f"no score in the judge's reply: {reply[-SHOWN:]!r}")]
+            return [Given(None, f"no score in the judge's reply: {reply!r}")]
 
 
 def filled(template: str, item: Item) -> str:

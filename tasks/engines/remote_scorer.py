@@ -21,7 +21,7 @@ from tasks.stage import StageError
 
 RETRIED = {408, 425, 429}
 """HTTP statuses below 500 that say: later."""
-SHOWN = 300
+MAX_DETAIL = 400
 
 
 class Malformed(ValueError):
@@ -125,13 +125,11 @@ class RemoteScorer(ABC):
             scores = [Score(None, found.status, found.detail, seconds)] * len(items)
         else:
             scores = [_score_of(given, seconds) for given in found]
-        return [self._without_key(score) for score in scores]
+        return [score if score.detail is None else replace(score, detail=self._told(score.detail)) for score in scores]
 
-    def _without_key(self, score: Score) -> Score:
-        """Whatever a service says of the key that it was sent, the key goes on no record."""
-        if self._key is None or score.detail is None:
-            return score
-        return replace(score, detail=score.detail.replace(self._key, "***"))
+    def _told(self, detail: str) -> str:
+        """What goes on record: no key, whatever a service says of the one it was sent, and no long text."""
+        return (detail if self._key is None else detail.replace(self._key, "***"))[:MAX_DETAIL]
 
     async def _ask(self, items: Sequence[Item]) -> list[Given] | Failure:
         try:
@@ -144,7 +142,7 @@ class RemoteScorer(ABC):
                 break
             await asyncio.sleep(self.remote.backoff * 2**attempt)
         if isinstance(found, Failure) and attempt:
-            return found._replace(detail=f"{found.detail} ({attempt + 1} attempts)")
+            return found._replace(detail=f"after {attempt + 1} attempts: {found.detail}")
         return found
 
     async def _post(self, items: Sequence[Item], body: dict[str, Any]) -> list[Given] | Failure:
@@ -156,14 +154,14 @@ class RemoteScorer(ABC):
         except httpx.HTTPError as error:
             return Failure(RewardStatus.ERROR, f"{type(error).__name__}: {error}")
         if not response.is_success:
-            text, status = response.text[:SHOWN], response.status_code
-            return Failure(RewardStatus.ERROR, f"HTTP {status}: {text}", status >= 500 or status in RETRIED)
+            status = response.status_code
+            return Failure(RewardStatus.ERROR, f"HTTP {status}: {response.text}", status >= 500 or status in RETRIED)
         try:
             return self._read(items, response.json())
         except Malformed as error:
-            return Failure(RewardStatus.ERROR, f"{error}: {response.text[:SHOWN]}")
+            return Failure(RewardStatus.ERROR, f"{error}: {response.text}")
         except (ValueError, RecursionError) as error:
-            return Failure(RewardStatus.ERROR, f"the answer is no JSON ({error}): {response.text[:SHOWN]}")
+            return Failure(RewardStatus.ERROR, f"the answer is no JSON ({error}): {response.text}")
 
 
 def _key(source: RewardSource, variable: str | None) -> str | None:
@@ -180,7 +178,7 @@ def _key(source: RewardSource, variable: str | None) -> str | None:
 def _score_of(given: Given, seconds: float) -> Score:
     number = given.number
     if given.error is not None:
-        return Score(None, RewardStatus.ERROR, given.error[:SHOWN], seconds)
+        return Score(None, RewardStatus.ERROR, given.error, seconds)
     if number is None:
         return Score(None, RewardStatus.NONE, "the service gave no score", seconds)
     if isinstance(number, bool) or not isinstance(number, (int, float)):

@@ -80,9 +80,9 @@ def results(*given: Any) -> str:
 
 
 FAILURES = {
-    "slow/9": ("timeout", "no answer within 0.2 s (2 attempts)", 2),
-    "status/500": ("error", "HTTP 500: no such luck (2 attempts)", 2),
-    "status/429": ("error", "HTTP 429: no such luck (2 attempts)", 2),
+    "slow/9": ("timeout", "after 2 attempts: no answer within 0.2 s", 2),
+    "status/500": ("error", "after 2 attempts: HTTP 500: no such luck", 2),
+    "status/429": ("error", "after 2 attempts: HTTP 429: no such luck", 2),
     "status/404": ("error", "HTTP 404: no such luck", 1),
     "status/302": ("error", "HTTP 302: no such luck", 1),
     "drop": ("error", "RemoteProtocolError: Server disconnected", 2),
@@ -125,7 +125,7 @@ def test_a_service_may_say_what_went_wrong_with_an_item(opened):
 def test_nobody_listens(opened, remote):
     scores = opened("score", url="http://127.0.0.1:9/score").score(items("1"))
     assert (scores[0].status, scores[0].raw) == ("error", None)
-    assert scores[0].detail.startswith("ConnectError")
+    assert "ConnectError" in scores[0].detail
 
 
 def test_a_key_is_sent_and_never_told(opened, remote, monkeypatch):
