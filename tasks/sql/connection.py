@@ -24,6 +24,9 @@ from tasks.sql.snapshot import MANIFEST_TABLES, Snapshot, take, uncollected
 MEMORY_LIMIT = "2GB"
 """What DuckDB may hold; a larger query spills to the temporary folder. Half of a small machine."""
 
+SESSION = "SET TimeZone = 'UTC'; SET enable_progress_bar = false"
+"""What each session is told, a cursor's too."""
+
 VIEWS = (
     *("configs", "tokens", "heldout", "verdicts", "comparisons", "frontier"),
     *("iterations", "health", "signals", "lineage", "reward_models"),
@@ -77,7 +80,7 @@ def open_snapshot(snapshot: Snapshot, names: frozenset[str] | None = None) -> du
     connection = duckdb.connect(":memory:", config=_settings())
     if folders := [folder for folder in snapshot.folders() if isinstance(folder, ObjectPath)]:
         connection.register_filesystem(reading_store(folders))
-    connection.execute("SET TimeZone = 'UTC'; SET enable_progress_bar = false")
+    connection.execute(SESSION)
     for name in DECLARED:
         if name in names:
             connection.execute(_view(DECLARED[name], shards[name]))
