@@ -53,8 +53,9 @@ def open_vllm(config: Config, folder: Path, tokenizer: Any) -> "VllmEngine":
     from vllm.usage.usage_lib import UsageContext
 
     rollout = config.rollout
-    memory: dict[str, Any] = (
-        {"kv_cache_memory_bytes": int(rollout.kv_cache_gib * 2**30)}
+    of_device: dict[str, Any] = (
+        # A seeded prompt that one step of the engine takes in part rewinds its generator, which fails on a CPU.
+        {"kv_cache_memory_bytes": int(rollout.kv_cache_gib * 2**30), "enable_chunked_prefill": False}
         if on_cpu
         else {"gpu_memory_utilization": rollout.gpu_memory_utilization}
     )
@@ -69,7 +70,7 @@ def open_vllm(config: Config, folder: Path, tokenizer: Any) -> "VllmEngine":
             enforce_eager=on_cpu,
             disable_log_stats=True,
             use_tqdm_on_load=False,
-            **memory,
+            **of_device,
         ),
         usage_context=UsageContext.LLM_CLASS,
     )

@@ -263,6 +263,16 @@ def test_answers_of_one_prompt_differ_by_their_seed_alone(engine: RolloutEngine,
 # Where a response ends
 
 
+def test_more_prompts_than_a_step_of_the_engine_takes_are_all_answered(
+    vllm: RolloutEngine, weights: dict[str, Named]
+) -> None:
+    """vLLM takes 4096 ids a step; of 110 prompts with 40 ids each, one would be cut in two."""
+    load(vllm, weights["initial"])
+    many = [Request(f"s-{i:03d}", [1, 10 + i, *list(BYTES)[:38]], i, 3) for i in range(110)]
+    assert sum(len(request.prompt_token_ids) for request in many) > 4096
+    assert all(response.token_ids for response in vllm.generate(many, Sampling(1.0)))
+
+
 @pytest.mark.parametrize("stop_id", [EOS, OTHER_EOS])
 def test_s03_every_eos_id_of_the_model_ends_a_response(
     engine: RolloutEngine, weights: dict[str, Named], stop_id: int
