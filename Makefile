@@ -1,4 +1,4 @@
-.PHONY: setup test check demo bench bench-faults
+.PHONY: setup test check demo bench bench-faults reward-hacking
 run := .venv/bin/python -m
 
 setup:
@@ -22,3 +22,6 @@ bench: setup
 
 bench-faults: setup
 	$(run) tests.bench.faults
+
+reward-hacking: setup
+	.venv/bin/python infra/experiments/reward_hacking.py

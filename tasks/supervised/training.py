@@ -63,11 +63,10 @@ def train(config: Supervised, seed: int) -> None:
 
 def record(lake: Location, config: Supervised) -> None:
     """Commits `models`, and of a reward model `preference_scores`, from what was measured in the models' folders."""
-    key = key_of(config)
+    key, model = key_of(config), TrainedModel(lake, config.id)
     rows = [_read_record(config.folder(seed), key) for seed in config.seeds]
     scores = [score for row in rows for score in row.pop("scores", [])]
     tables = {"models": rows} | ({"preference_scores": scores} if isinstance(config, RewardModelConfig) else {})
-    model = TrainedModel(lake, config.id)
     with exclusive(model.folder / "writer.lock", f"model {config.id} in {lake}"):
         model.commit(key, tables)
 
@@ -293,8 +292,10 @@ def _classifier(config: Supervised, seed: int) -> Any:
         model.config.__dict__.pop(name, None)  # of the model it starts from
     architectures = AutoConfig.from_pretrained(folder).architectures or []
     if not any("ForSequenceClassification" in name for name in architectures):
-        (head,) = [m for m in model.children() if isinstance(m, torch.nn.Linear)]
-        head.weight.data = value_head(model.config.get_text_config().hidden_size, seed).weight.data
+        heads = [m for m in model.children() if isinstance(m, torch.nn.Linear)]
+        if len(heads) != 1:
+            raise LakeError(f"{folder}: a {type(model).__name__} has no linear score head; use a decoder as the model")
+        heads[0].weight.data = value_head(model.config.get_text_config().hidden_size, seed).weight.data
     return model
 
 

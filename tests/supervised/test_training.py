@@ -192,6 +192,19 @@ def test_a_margin_asks_for_more(tiny_llama: Path, tmp_path: Path) -> None:
     assert loss == pytest.approx(sum(math.log(1 + math.exp(3 - gap)) for gap, _ in pairs) / 2, abs=1e-4)
 
 
+def test_several_seeds_make_a_model_each_and_are_compared(learnable: RewardModelConfig, tmp_path: Path) -> None:
+    config = learnable.model_copy(update={"output": str(tmp_path / "model"), "seed": (0, 1), "epochs": 1})
+    for seed in config.seeds:
+        train(config, seed)
+    record(tmp_path / "lake", config)
+    with connect(tmp_path / "lake") as lake:
+        models = lake.sql("SELECT seed, path, weights_digest FROM models ORDER BY seed").fetchall()
+        agreement = lake.sql("SELECT DISTINCT agreement > 0.5 FROM reward_models").fetchall()
+    assert [(seed, path) for seed, path, _ in models] == [(k, f"{tmp_path}/model/seed-{k}") for k in (0, 1)]
+    assert models[0][2] != models[1][2]
+    assert agreement == [(True,)]
+
+
 def test_a_policy_learns_its_demonstrations(tiny_llama: Path, tmp_path: Path) -> None:
     rows = [{"messages": [{"role": "user", "content": f"say {i}"}], "response": "abababab"} for i in range(120)]
     config = SftConfig(
