@@ -1,6 +1,6 @@
 """The reward-hacking experiment: a policy trained on an imperfect proxy, with the KL penalty and without, over seeds.
 
-The proxy is a reward model that learned a gold judge's preferences from few pairs of the policy's own answers. Each
+The proxy is a reward model that learned a gold judge's preferences among the policy's own answers to few prompts. Each
 step is a command of rollbook and stands once it is done, so that an interrupted experiment goes on where it was.
 Source: Gao, Schulman, Hilton 2022, "Scaling laws for reward model overoptimization".
 
@@ -25,16 +25,21 @@ RUN, PROXY = "infra/configs/reward_hacking.toml", "infra/configs/reward_hacking_
 RESAMPLES = 2000
 
 PAIRS = """
-SELECT any_value(p.text) AS messages, arg_max(r.text, s.raw) AS chosen, arg_min(r.text, s.raw) AS rejected
-FROM rollouts AS r
-JOIN prompts AS p USING (run_id, iteration, prompt_id)
-JOIN rewards AS s USING (run_id, iteration, sample_id)
-WHERE s.source = 'gold' AND s.status = 'ok'
-GROUP BY run_id, iteration, prompt_id
-HAVING max(s.raw) > min(s.raw)
-ORDER BY prompt_id
+WITH judged AS (
+    SELECT p.prompt_id, p.text AS messages, r.sample_id, r.text, s.raw AS gold
+    FROM rollouts AS r
+    JOIN prompts AS p USING (run_id, iteration, prompt_id)
+    JOIN rewards AS s USING (run_id, iteration, sample_id)
+    WHERE s.source = 'gold' AND s.status = 'ok'
+)
+SELECT messages, better.text AS chosen, worse.text AS rejected
+FROM judged AS better
+JOIN judged AS worse USING (prompt_id, messages)
+WHERE better.gold > worse.gold
+QUALIFY better.gold - worse.gold >= median(better.gold - worse.gold) OVER ()
+ORDER BY prompt_id, better.sample_id, worse.sample_id
 """
-"""Of the answers to each prompt, the gold judge's best before its worst."""
+"""Of each two answers to a prompt the one that the gold judge prefers, and the clearer half of these preferences."""
 
 
 def main() -> None:
@@ -43,13 +48,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="runs for each beta")
     parser.add_argument("--iterations", type=int, help="of each run, instead of the configured ones")
     parser.add_argument("--gold", default="infra/rewards/gold.py:score", help="the gold judge, a reward function")
-    parser.add_argument("--pairs", type=int, default=64, help="prompts that a preference is made of")
+    parser.add_argument("--prompts", type=int, default=48, help="prompts whose answers are ranked")
     parser.add_argument("--set", action="append", default=[], help="override a key of every run")
     parser.add_argument("--set-proxy", action="append", default=[], help="override a key of the reward model")
     given = parser.parse_args()
     began = time.perf_counter()
     lake = given.work / "lake"
-    make_pairs(given.work, given.pairs, given.gold, given.set)
+    make_pairs(given.work, given.prompts, given.gold, given.set)
     own = [f"output={given.work}/proxy", f"data=SELECT * FROM read_json('{given.work}/pairs.json')"]
     rollbook("reward-model", PROXY, "--lake", lake, *sets(own + given.set_proxy))
     iterations = [] if given.iterations is None else ["--iterations", given.iterations]

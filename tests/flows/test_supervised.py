@@ -40,7 +40,7 @@ def experiment(prefect_server: str, tiny_llama: Path, tmp_path_factory: pytest.T
     """The experiment's folder, and its report."""
     work = tmp_path_factory.mktemp("experiment")
     command = [sys.executable, "infra/experiments/reward_hacking.py", "--work", str(work), "--seeds", "1"]
-    command += ["--iterations", "2", "--pairs", "12", "--gold", "infra/rewards/vowels.py:score"]
+    command += ["--iterations", "2", "--prompts", "12", "--gold", "infra/rewards/vowels.py:score"]
     for option, changes in (
         ("--set", {**RUNS, "models.policy": tiny_llama}),
         ("--set-proxy", {**PROXY, "model": tiny_llama}),
@@ -69,7 +69,7 @@ def test_the_proxy_is_on_record_and_its_id_stands_for_it(experiment: Work, tiny_
             "SELECT DISTINCT json_extract_string(key_parts, '$.identity.\"reward proxy\"') FROM stages "
             "WHERE stage = 'score' AND run_id <> 'pairs'"
         ).fetchall()
-    assert 8 <= pairs <= 12  # of answers with equal scores there is no preference
+    assert 12 < pairs <= 72  # the clearer half of six pairs for each of twelve prompts
     assert used == [(digest,)]
     config, data = Path("infra/configs/reward_hacking_proxy.toml"), f"SELECT * FROM read_json('{work}/pairs.json')"
     with pytest.raises(LakeError, match=r"another configuration.*--set id=NAME"):
