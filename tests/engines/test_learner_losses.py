@@ -361,7 +361,7 @@ def test_the_penalty_follows_how_far_all_steps_together_moved_the_policy(
     after = [each.update(data.rollouts, data.experience, config, 1).updates for each in (learner, again)]
     assert after[0]["kl_penalty_coef"] == after[1]["kl_penalty_coef"] == [0.8]
     assert learner.actor_digest() == again.actor_digest()
-    changed = make_config(train={**config.train.model_dump(mode="json"), "kl_penalty_coef": 3.0})
+    changed = make_config(train={**config.train.model_dump(mode="json", exclude_unset=True), "kl_penalty_coef": 3.0})
     assert again.carried.penalty_coef_under(changed.train) == 3.0
 
 
