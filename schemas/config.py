@@ -333,15 +333,15 @@ class AdvantagesSection(Section):
     estimator: Estimator = Field(Estimator.GAE, description="how advantages are made; all but gae do without a critic")
     gamma: UnitFloat = 1.0
     lam: UnitFloat = Field(0.95, description="lambda of GAE")
-    kl_in: Literal["reward", "loss"] = Field(
+    kl_in: Literal["reward", "loss", "both"] = Field(
         "reward",
         description="where the KL to the reference is penalised: r[t] -= beta * kl[t], or loss += beta * mean(kl)",
     )
     kl_coef: NonNegativeFloat = Field(0.05, description="beta of the penalty; where a controller starts")
     kl_estimator: Literal["k1", "k2", "k3", "exact"] = Field(
         "k1",
-        description='estimator of the penalised KL from the sampled token, or the exact KL over the vocabulary; "loss" '
-        "needs k2, k3 or exact",
+        description="estimator of the penalised KL from the sampled token, or the exact KL over the vocabulary; in the "
+        "loss k2, k3 or exact",
     )
     kl_controller: Literal["fixed", "proportional", "doubling"] = Field(
         "fixed", description="how beta follows the observed KL from iteration to iteration"
@@ -377,9 +377,20 @@ class AdvantagesSection(Section):
     )
 
     @property
-    def exact_kl(self) -> Literal["reward", "loss"] | None:
-        """Where the exact KL is penalised, if it is."""
-        return self.kl_in if self.kl_estimator == "exact" else None
+    def kl_in_reward(self) -> bool:
+        return self.kl_in != "loss"
+
+    @property
+    def kl_in_loss(self) -> bool:
+        return self.kl_in != "reward"
+
+    @property
+    def exact_kl_in_reward(self) -> bool:
+        return self.kl_in_reward and self.kl_estimator == "exact"
+
+    @property
+    def exact_kl_in_loss(self) -> bool:
+        return self.kl_in_loss and self.kl_estimator == "exact"
 
     @model_validator(mode="after")
     def _whitens_what_its_estimator_leaves_open(self) -> "AdvantagesSection":
@@ -411,10 +422,11 @@ class AdvantagesSection(Section):
 
     @model_validator(mode="after")
     def _penalises_what_has_a_gradient(self) -> "AdvantagesSection":
-        if self.kl_in == "loss" and self.kl_estimator == "k1":
+        if self.kl_in_loss and self.kl_estimator == "k1":
             raise ValueError(
-                'advantages.kl_in = "loss" needs advantages.kl_estimator = "k2" (gradient of KL(policy || reference)), '
-                '"exact" (the same without noise, for a forward of the reference in every step) or "k3" (as in GRPO): '
+                f'advantages.kl_in = "{self.kl_in}" needs advantages.kl_estimator = "k2" (gradient of KL(policy || '
+                'reference)), "exact" (the same without noise, for a forward of the reference in every step) or "k3" '
+                "(as in GRPO): "
                 "the gradient of k1 is 0 on average, whatever the reference"
             )
         return self
@@ -661,7 +673,7 @@ class Config(Section):
                     f'{chosen} needs float32 on both sides, and {key} = "{dtype}": rounding alone would move ratios by '
                     f'a quarter before any update; set it to "float32", or old_logp = "learner"'
                 )
-        if self.advantages.exact_kl == "reward":
+        if self.advantages.exact_kl_in_reward:
             raise ValueError(
                 f'{chosen} leaves out the learner\'s forward, which advantages.kl_estimator = "exact" needs; set '
                 f'old_logp = "learner", or kl_estimator = "k1"'

@@ -109,7 +109,12 @@ TABLE = Table(
         _tokens("raw_advantage", FLOAT32, "A[t] before whitening"),
         _tokens("advantage", FLOAT32, "A[t] as trained on, before whitening by minibatch"),
         _tokens("returns", FLOAT32, "A[t] + V[t], built before whitening; null without a critic", nullable=True),
-        Column("kl_in", STRING, "where the KL is penalised: in the shaped reward, or in the learner's loss", enum=True),
+        Column(
+            "kl_in",
+            STRING,
+            "where the KL is penalised: in the shaped reward, in the learner's loss, or both",
+            enum=True,
+        ),
         Column("kl_coef_used", FLOAT32, "beta of this row"),
         Column(
             "kl_estimator",

@@ -277,12 +277,12 @@ def _rewarded(samples: pa.Table, given: _Settings) -> _Rewarded:
     )
     sampled_kl = token_kl(old_logp, ref_logp, masks.action, KlEstimator.K1).kl
     kl = sampled_kl
-    if config.advantages.exact_kl == "reward":
+    if config.advantages.exact_kl_in_reward:
         kl = tokens(samples["exact_kl"])
     elif config.advantages.kl_estimator in ("k2", "k3"):
         kl = token_kl(old_logp, ref_logp, masks.action, KlEstimator(config.advantages.kl_estimator)).kl
     process = tokens(samples["process_reward"]) if "process_reward" in samples.column_names else None
-    kl_coef = given.kl_coef if config.advantages.kl_in == "reward" else 0.0
+    kl_coef = given.kl_coef if config.advantages.kl_in_reward else 0.0
     reward = shaped_rewards(rows, masks, kl, outcome.final, kl_coef=kl_coef, process=process)
     return _Rewarded(rows, masks, old_logp, sampled_kl, known, outcome, process, reward)
 

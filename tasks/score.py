@@ -53,7 +53,7 @@ def score(at: At, rollouts: Committed) -> Committed:
             "layout": [config.train.minibatch_size, config.train.micro_batch_size, config.advantages.max_staleness],
             "estimator": config.advantages.estimator,
             "old_logp": config.advantages.old_logp,
-            "exact_kl": config.advantages.exact_kl == "reward",
+            "exact_kl": config.advantages.exact_kl_in_reward,
         },
         version=version,
         inputs=[prompts_of(at, rollouts), rollouts],
@@ -217,7 +217,7 @@ def _run_forwards(rollouts: pa.Table, dropped: list[bool], staging: Staging, hel
     settings = staging.config.advantages
     recomputed, has_critic = settings.old_logp == "learner", settings.estimator.has_critic
     learner_logp = value = bootstrap_value = None
-    if settings.exact_kl == "reward":
+    if settings.exact_kl_in_reward:
         learner = held.learner(staging.version)
         learner_logp, ref_logp, exact_kl = learner.exact_kl(held.reference(learner), sequences, layout)
         report(StageName.SCORE, 2 * rollouts.num_rows // 3, rollouts.num_rows, "learner and reference")

@@ -52,7 +52,7 @@ def scored_samples(staging: Staging) -> Iterator[pa.Table]:
             _require_values(samples, dropped)
         if staging.config.advantages.old_logp == "learner":
             _refuse(samples["learner_logp"].is_null(), samples, "has no learner_logp; run score again")
-        if staging.config.advantages.exact_kl == "reward":
+        if staging.config.advantages.exact_kl_in_reward:
             _refuse(samples["exact_kl"].is_null(), samples, "has no exact_kl; run score again")
         samples = samples.append_column("outcome_raw", outcome).append_column("dropped", dropped)
         if any(source.kind.rewards_tokens for source in staging.config.rewards):

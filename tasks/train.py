@@ -38,7 +38,7 @@ def train(at: At, rollouts: Committed, experience: Committed) -> Committed:
         inputs=[rollouts, experience],
         identity={
             "policy": warm(at).policy_digest(experience.policy_version),
-            **({"reference": warm(at).reference_digest} if config.advantages.exact_kl == "loss" else {}),
+            **({"reference": warm(at).reference_digest} if config.advantages.exact_kl_in_loss else {}),
             **({} if (texts := pretraining_texts(config)) is None else {"ptx": texts.digest}),
         },
     )
@@ -55,7 +55,7 @@ def _update(staging: Staging) -> Result:
     parent, settings = learner.actor_digest(), staging.config.advantages
     before = learner.carried.kl_coef_under(settings)
     penalty_before = learner.carried.penalty_coef_under(staging.config.train)
-    reference = held.reference(learner) if settings.exact_kl == "loss" else None
+    reference = held.reference(learner) if settings.exact_kl_in_loss else None
     try:
         update = learner.update(staging.read("rollouts"), experience, staging.config, at.iteration, reference)
     except BaseException:

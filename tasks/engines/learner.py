@@ -433,7 +433,7 @@ class Learner:
         penalty_coef = self.carried.penalty_coef_under(train)
         policy = policy_loss(new, old_logp, advantage, mask, train, penalty_coef=penalty_coef)
         losses = {"policy_loss": reduced(policy.loss * weight)}
-        if settings.kl_in == "loss":
+        if settings.kl_in_loss:
             if exact_kl is None:
                 kl = reference_kl_loss(new, old_logp, sampled_kl, mask, KlEstimator(settings.kl_estimator))
             else:

@@ -156,7 +156,7 @@ class Warm:
                 self.run.read(self.run.committed(k, StageName.ADVANTAGES), "experience"),
                 then,
                 k,
-                self.reference(learner) if then.advantages.exact_kl == "loss" else None,
+                self.reference(learner) if then.advantages.exact_kl_in_loss else None,
             )
             rebuilt = learner.actor_digest(), learner.critic_digest(), learner.carried.facts()
             if rebuilt != tuple(manifest.facts[name] for name in ("actor_digest", "critic_digest", "carried")):

@@ -38,7 +38,7 @@ PENALTY = {"objective": "kl_penalty", "kl_penalty_coef": 1, "kl_penalty_range": 
         ({"train": {**PENALTY, "kl_penalty_range": [0.1, 0.1]}}, r"kl_penalty_range must read \[lowest, highest\]"),
         ({"train": {**PENALTY, "kl_penalty_range": [0, 0.1]}}, "kl_penalty_range.*greater than 0"),
         ({"train": {**PENALTY, "ratio": "sequence"}}, "kl_penalty.*every token.*train.ratio"),
-        ({"advantages": {"kl_in": "both"}}, "advantages.kl_in.*'reward' or 'loss'"),
+        ({"advantages": {"kl_in": "both"}}, 'kl_in = "both".*k2.*exact.*k3.*k1 is 0 on average'),
         ({"advantages": {"kl_in": "loss"}}, 'kl_in = "loss".*k2.*exact.*k3.*k1 is 0 on average'),
         ({"train": {"entropy_coef": -0.1}}, "train.entropy_coef.*greater than or equal to 0"),
         (

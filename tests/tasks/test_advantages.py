@@ -65,6 +65,13 @@ def test_a_kl_in_the_loss_leaves_the_reward_alone(run_advantages):
     assert got["kl_coef_used"] == pytest.approx(0.1)  # what the learner, and a controller, start from
 
 
+def test_a_kl_asked_for_in_both_places_is_in_the_reward_too(run_advantages):
+    answer = row("s-a", [-1.0, -2.0, -0.5], ref_logp=[-1.5, -1.0, -0.5])
+    _, rows = run_advantages([answer], kl_coef=0.1, kl_in="both", kl_estimator="k2")
+    assert rows["s-a"]["shaped_reward"] == pytest.approx([-0.0125, -0.05, 1.0])
+    assert rows["s-a"]["kl_in"] == "both"
+
+
 def test_s09_truncation_bootstraps_and_termination_does_not(run_advantages):
     logp, value = [-1.0] * 3, [0.2, 0.3, 0.4]
     _, rows = run_advantages(

@@ -109,7 +109,7 @@ def test_the_exact_kl_and_the_texts_of_ptx_are_on_record_and_a_fold_finds_them_a
     (tmp_path / "texts.jsonl").write_text('{"text": "one text"}\n{"text": "and another"}\n')
     ptx = {"ptx_source": str(tmp_path / "texts.jsonl"), "ptx_coef": 0.5, "ptx_batch": [1, 16]}
     found = []
-    for name, every, kl_in in (("warm", 1, "loss"), ("folded", 9, "loss"), ("rewarded", 1, "reward")):
+    for name, every, kl_in in (("warm", 1, "loss"), ("folded", 9, "loss"), ("both", 1, "both")):
         exact = {"estimator": "reinforce", "kl_estimator": "exact", "kl_in": kl_in}
         changes: dict[str, Any] = {"advantages": exact, "train": ptx}
         for iteration in range(2):
