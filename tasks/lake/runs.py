@@ -216,7 +216,7 @@ class Run:
         line = self._line()
         places = itertools.product(reversed(self.iterations()), reversed(StageName))
         folders = [self.own_folder(*place) for place in places if _home(line, *place) == self]
-        for folder in folders:
+        for folder in [self.folder / "configs", *folders]:
             for unfinished in folder.glob(".*") if isinstance(folder, Path) else ():
                 log.warning("%s: left behind by an attempt that did not commit; removed", unfinished)
                 remove(unfinished)

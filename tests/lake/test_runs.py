@@ -73,9 +73,12 @@ def test_what_a_dead_attempt_staged_is_removed_and_named(run: Run, caplog: pytes
     staged = run.stage_folder(1, StageName.EVALUATE) / ".attempt-1"
     staged.mkdir()
     (staged / "part-00000.parquet").write_text("half")
+    record = run.folder / "configs" / ".000000.json.7.tmp"
+    record.write_text("{")
     with run.lock():
         pass
     assert not staged.exists()
+    assert not record.exists()
     assert f"{staged}: left behind" in caplog.text
 
 
