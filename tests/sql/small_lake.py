@@ -163,7 +163,7 @@ def _write_iteration(at: At) -> None:
             "policy_version": [version] * len(samples),
             "learner_logp": tokens(-3, 0) if at.config.advantages.old_logp == "learner" else [None] * len(samples),
             "ref_logp": tokens(-3, 0),
-            "exact_kl": tokens(0, 1) if at.config.advantages.exact_kl == "reward" else [None] * len(samples),
+            "exact_kl": tokens(0, 1) if at.config.advantages.exact_kl_in_reward else [None] * len(samples),
             "value": tokens(-1, 1) if has_critic else [None] * len(samples),
             "bootstrap_value": [0.5 if t and has_critic else None for t in truncated],
             "learner_digest": [f"w{version}"] * len(samples),
