@@ -6,7 +6,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import json
-import logging
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -50,14 +53,20 @@ def tmp_lake(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def bucket() -> Iterator[str]:
-    """A real S3 server with an empty bucket, s3://lakes; the environment names it until the session ends."""
-    from moto.server import ThreadedMotoServer
+    """A real S3 server with an empty bucket, s3://lakes; the environment names it until the session ends.
+
+    In a process of its own: vLLM looks at every global of every module, and those of a Flask application object to it.
+    """
     from s3fs import S3FileSystem
 
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
-    server.start()
-    _, port = server.get_host_and_port()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not _listens(port):
+        assert server.poll() is None
+        time.sleep(0.05)
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
         environment.setenv("AWS_ACCESS_KEY_ID", "key")
@@ -66,7 +75,13 @@ def bucket() -> Iterator[str]:
         S3FileSystem.clear_instance_cache()
         S3FileSystem().mkdir("lakes")
         yield "s3://lakes"
-    server.stop()
+    server.terminate()
+    server.wait()
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.fixture

@@ -89,7 +89,8 @@ Rollbook = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="session")
 def environment(prefect_server: str) -> dict[str, str]:
-    return {**os.environ, "PREFECT_API_URL": prefect_server, "COLUMNS": "100"}
+    """What the command's environment has beside that of the tests."""
+    return {"PREFECT_API_URL": prefect_server, "COLUMNS": "100"}
 
 
 @pytest.fixture(scope="session")
@@ -100,18 +101,20 @@ def rollbook(environment: dict[str, str], tmp_path_factory: pytest.TempPathFacto
     """
     streams = {name: tmp_path_factory.mktemp("rollbook") / name for name in ("stdout", "stderr")}
     program = [sys.executable, "-m", "tests.flows.forked"]
-    with subprocess.Popen(program, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(program, env=os.environ | environment, **pipes) as parent:
         assert parent.stdin is not None
         assert parent.stdout is not None
 
         def run(*args: object, dies_after: tuple[int, StageName] | None = None) -> subprocess.CompletedProcess[str]:
-            words = [str(arg) for arg in args]
+            words, now = [str(arg) for arg in args], os.environ | environment
             if words[0] not in ("run", "replay", "rerun"):
                 command = [sys.executable, "-m", "flows.cli", *words]
-                return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+                return subprocess.run(command, env=now, capture_output=True, text=True, timeout=300)
             for path in streams.values():
                 path.write_text("")
-            job = {"args": words, "dies_after": dies_after} | {name: str(path) for name, path in streams.items()}
+            job: dict[str, Any] = {"args": words, "environment": now, "dies_after": dies_after}
+            job |= {name: str(path) for name, path in streams.items()}
             print(json.dumps(job), file=parent.stdin, flush=True)
             status = int(parent.stdout.readline())
             return subprocess.CompletedProcess(words, status, **{name: p.read_text() for name, p in streams.items()})
@@ -133,6 +136,6 @@ def undisturbed(environment: dict[str, str], tiny_toml: Path, tmp_path_factory: 
     """A lake with the run of `tiny_toml`, two iterations in one process, started as a user starts it."""
     lake = tmp_path_factory.mktemp("undisturbed") / "lake"
     command = [sys.executable, "-m", "flows.cli", "run", str(tiny_toml), "--lake", str(lake)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return lake

@@ -1,8 +1,8 @@
 """`rollbook` in processes forked from this one, which has imported the engines and computed nothing: each is as fresh
 as a new interpreter, without the 10 s that the imports take every time.
 
-Reads a job a line, {"args": [...], "dies_after": null or [iteration, stage], "stdout": path, "stderr": path}, and
-answers with the exit status (-9: killed).
+Reads a job a line, {"args": [...], "environment": {...}, "dies_after": null or [iteration, stage], "stdout": path,
+"stderr": path}, and answers with the exit status (-9: killed).
 """
 
 import json
@@ -47,6 +47,7 @@ def rollbook(job: dict[str, Any]) -> None:
     ]
     for stream, file in enumerate(files):
         os.dup2(file, stream)
+    os.environ.update(job["environment"])
     sys.argv = ["rollbook", *job["args"]]
     with progress.watch(lambda event: die_after(event, job["dies_after"])):
         cli.main()
