@@ -9,7 +9,7 @@ from flows.printing import make_console, print_json, print_table
 from flows.query import Format, FormatOption, LakeOption, RunArgument
 from tasks.lake.location import LakeError, lake_at
 from tasks.lake.runs import open_run
-from tasks.sql.connection import connect
+from tasks.sql.connection import connect, dicts
 
 VERSIONS = (
     "SELECT f.policy_version, f.iteration, f.prompts, f.gold, f.gold - 1.96 * f.gold_error AS gold_low, "
@@ -39,7 +39,7 @@ def best(
     found = open_run(lake_at(lake), run)
     measure = "reward" if by_reward else "gold"
     with connect(found.lake, found.run_id) as connection:
-        versions = _rows(connection, VERSIONS, run_id=found.run_id, measure=measure)
+        versions = dicts(connection.execute(VERSIONS, {"run_id": found.run_id, "measure": measure}))
         scored = [row for row in versions if row[measure] is not None]
         if not scored:
             raise LakeError(_nothing_to_judge(found.run_id, bool(versions)))
@@ -50,7 +50,7 @@ def best(
         lead = None
         if rewarded is not None and not by_reward and rewarded["policy_version"] != chosen["policy_version"]:
             pair = {"best": chosen["policy_version"], "highest": rewarded["policy_version"]}
-            (lead,) = _rows(connection, AGAINST_HIGHEST_REWARD, run_id=found.run_id, **pair)
+            (lead,) = dicts(connection.execute(AGAINST_HIGHEST_REWARD, {"run_id": found.run_id, **pair}))
     if format is Format.JSON:
         print_json(
             {
@@ -96,9 +96,3 @@ def _nothing_to_judge(run_id: str, evaluated: bool) -> str:
         f"run {run_id} has no gold judge; add one that nobody trains on under [[evaluate.judges]], or believe the "
         f"trained reward with --by-reward"
     )
-
-
-def _rows(connection: Any, query: str, **parameters: Any) -> list[dict[str, Any]]:
-    result = connection.execute(query, parameters)
-    names = [column[0] for column in result.description]
-    return [dict(zip(names, row, strict=True)) for row in result.fetchall()]

@@ -18,7 +18,7 @@ from tasks.lake.runs import open_run
 from tasks.sql import audit as audits
 from tasks.sql.audit import Finding, Report, Severity
 from tasks.sql.catalog import Relation, relations
-from tasks.sql.connection import connect
+from tasks.sql.connection import connect, dicts
 
 
 class QueryError(ValueError):
@@ -57,14 +57,14 @@ def status(run: RunArgument = None, lake: LakeOption = None, format: FormatOptio
     current = min(done, last)
     config = found.config_at(current)
     with connect(found.lake, found.run_id) as connection:
-        stages = _dicts(
+        stages = dicts(
             connection.execute(
                 "SELECT stage, attempt, policy_version_out, rows, bytes, rows_dropped, seconds, ended_at "
                 "FROM stages WHERE iteration = ? ORDER BY ended_at",
                 [current],
             )
         )
-        curve = _dicts(connection.execute("FROM iterations ORDER BY iteration DESC LIMIT 10"))[::-1]
+        curve = dicts(connection.execute("FROM iterations ORDER BY iteration DESC LIMIT 10"))[::-1]
     version = max((s["policy_version_out"] for s in stages), default=0)
     if format is Format.JSON:
         print_json(
@@ -113,7 +113,7 @@ CURVE = {
 def print_iterations(lake: Location, run_id: str) -> None:
     """Prints the training curve of a run, one row an iteration."""
     with connect(lake, run_id, query="iterations") as connection:
-        curve = _dicts(connection.execute("FROM iterations"))
+        curve = dicts(connection.execute("FROM iterations"))
     print_table(make_console(), f"iterations of {run_id}", CURVE, curve)
 
 
@@ -281,11 +281,6 @@ def _explain(message: str, connection: duckdb.DuckDBPyConnection) -> str:
 def _rows(result: duckdb.DuckDBPyConnection) -> Iterator[tuple[Any, ...]]:
     while rows := result.fetchmany(4096):
         yield from rows
-
-
-def _dicts(result: duckdb.DuckDBPyConnection) -> list[dict[str, Any]]:
-    names = [column[0] for column in result.description or ()]
-    return [dict(zip(names, row, strict=True)) for row in _rows(result)]
 
 
 def _columns(relation: Relation) -> list[dict[str, str]]:

@@ -9,7 +9,7 @@ from flows.printing import make_console, print_table
 from flows.server import prefect_api
 from schemas.supervised import RewardModelConfig, SftConfig, Supervised, parse
 from tasks.lake.location import Location, lake_at
-from tasks.sql.connection import connect
+from tasks.sql.connection import connect, dicts
 from tasks.supervised import training
 
 KINDS: dict[str, type[SftConfig] | type[RewardModelConfig]] = {"sft": SftConfig, "reward-model": RewardModelConfig}
@@ -58,9 +58,9 @@ def run_supervised(lake: Location, config: Supervised) -> None:
 
 
 def _show(title: str, result: Any) -> list[dict[str, Any]]:
-    names = [column[0] for column in result.description]
-    rows = [dict(zip(names, row, strict=True)) for row in result.fetchall()]
-    print_table(make_console(), title, {name: name for name in names}, rows)
+    heads = {column[0]: column[0] for column in result.description}
+    rows = dicts(result)
+    print_table(make_console(), title, heads, rows)
     return rows
 
 

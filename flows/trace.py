@@ -14,7 +14,7 @@ from flows.printing import make_console, print_json, print_table
 from flows.query import Format, FormatOption, LakeOption
 from tasks.lake.location import LakeError, lake_at
 from tasks.lake.runs import Run, open_run
-from tasks.sql.connection import connect
+from tasks.sql.connection import connect, dicts
 
 Rows = list[dict[str, Any]]
 
@@ -66,11 +66,7 @@ def trace(
 def read_story(run: Run, sample: str) -> dict[str, Rows]:
     """The rows of each part of a sample's story, by part. Raises LakeError where the run has no such sample."""
     with connect(run.lake, run.run_id) as connection:
-        story = {}
-        for part, query in PART_QUERIES.items():
-            result = connection.execute(query, [sample])
-            names = [column[0] for column in result.description or ()]
-            story[part] = [dict(zip(names, row, strict=True)) for row in result.fetchall()]
+        story = {part: dicts(connection.execute(query, [sample])) for part, query in PART_QUERIES.items()}
     if not story["sample"]:
         raise LakeError(
             f"run {run.run_id} has no sample {sample}; "

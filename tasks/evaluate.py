@@ -21,7 +21,7 @@ from tasks.engines.warm import Warm, judges_of, warm
 from tasks.models.loading import load_causal_lm
 from tasks.models.samples import resolve
 from tasks.progress import report
-from tasks.prompt_ids import context_of, encode, longest_prompt, rejection, tokenizer_digest
+from tasks.prompt_ids import context_of, encode, encode_response, longest_prompt, rejection, tokenizer_digest
 from tasks.prompt_pool import Pool, PoolPrompt, read_pool
 from tasks.score import rewards_section
 from tasks.stage import At, Committed, Result, StageError, Staging, run_stage
@@ -197,7 +197,7 @@ def _given_response(tokenizer: Any, prompt: PoolPrompt) -> list[int] | None:
     response = json.loads(prompt.metadata).get("response")
     if not isinstance(response, str):
         return None
-    return [*tokenizer.encode(response, add_special_tokens=False), tokenizer.eos_token_id]
+    return encode_response(tokenizer, response)
 
 
 def _answer(engine: RolloutEngine, held: Warm, asked: list[Ask], sampling: Sampling) -> list[Answer]:

@@ -67,10 +67,15 @@ def context_of(config: Config) -> int:
     """
     if config.rollout.max_model_len is not None:
         return config.rollout.max_model_len
-    own = AutoConfig.from_pretrained(resolve(config.models.policy)).get_text_config()
-    if (context := getattr(own, "max_position_embeddings", None)) is None:
+    if (context := own_context(resolve(config.models.policy))) is None:
         raise StageError(f"the model {config.models.policy} names no context length; set rollout.max_model_len")
-    return int(context)
+    return context
+
+
+def own_context(folder: Path) -> int | None:
+    """The positions that a model was made for; None where it names none."""
+    context = getattr(AutoConfig.from_pretrained(folder).get_text_config(), "max_position_embeddings", None)
+    return None if context is None else int(context)
 
 
 def tokenizer_digest(folder: Path) -> str:
@@ -96,6 +101,11 @@ def as_messages(prompt: str | Messages, section: PromptsSection) -> Messages | N
 def encode_text(tokenizer: Any, text: str) -> list[int]:
     """The ids of a text with the special tokens that the tokenizer itself adds, and never two BOS."""
     return _one_bos(tokenizer, tokenizer.encode(text))
+
+
+def encode_response(tokenizer: Any, text: str) -> list[int]:
+    """The ids of a given response as a policy samples one that it ends by itself: no BOS, and EOS last."""
+    return [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
 
 
 def encode_chat(tokenizer: Any, messages: Messages, *, add_generation_prompt: bool) -> list[int]:

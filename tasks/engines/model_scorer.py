@@ -2,21 +2,18 @@
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
 
-from torch import nn
-
-from schemas.config import Config, RewardSource
 from schemas.rewards import RewardStatus
+from tasks.engines.classifier_scorer import ClassifierScorer
 from tasks.engines.scorer import Item, Score
-from tasks.models.loading import compute_dtype, load_tokenizer
+from tasks.models.loading import compute_dtype
 from tasks.models.reward_model import RewardModel
-from tasks.models.samples import resolve
 from tasks.prompt_ids import as_messages, encode_chat, encode_text
 from tasks.stage import StageError
 
 
-class ModelScorer:
+class ModelScorer(ClassifierScorer[RewardModel]):
     """Scores prompt and response with a sequence classifier.
 
     A model with the policy's vocabulary reads the very ids that the policy saw and sampled. Another one reads the same
@@ -24,29 +21,8 @@ class ModelScorer:
     response that was cut off is scored as it stands.
     """
 
-    def __init__(self, source: RewardSource, config: Config, policy_tokenizer: Any) -> None:
-        assert source.path is not None
-        folder = resolve(source.path)
-        self.scored = 0
-        self.source = source
-        self.config = config
-        self.policy_tokenizer = policy_tokenizer
-        self.tokenizer = load_tokenizer(folder)
-        self.shares_ids = self.tokenizer.get_vocab() == policy_tokenizer.get_vocab()
-        self.model = RewardModel(folder, compute_dtype(config))
-        if self.model.num_embeddings < len(self.tokenizer):
-            raise StageError(
-                f"reward {source.name!r}: {folder} has {self.model.num_embeddings} embeddings, but its tokenizer "
-                f"{len(self.tokenizer)} ids; give the folder the tokenizer that the model was trained with"
-            )
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        return {"shares_policy_ids": self.shares_ids}
-
-    @property
-    def models(self) -> dict[str, nn.Module]:
-        return {self.source.name: self.model.model}
+    def _load(self, folder: Path) -> RewardModel:
+        return RewardModel(folder, compute_dtype(self.config))
 
     def score(self, items: Sequence[Item]) -> list[Score]:
         started = time.perf_counter()
@@ -66,9 +42,6 @@ class ModelScorer:
             )
             for i, ids in enumerate(sequences)
         ]
-
-    def close(self) -> None:
-        del self.model
 
     def _encode(self, item: Item) -> list[int]:
         if self.shares_ids:

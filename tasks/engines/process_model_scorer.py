@@ -2,17 +2,16 @@
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
-
-from torch import nn
 
 from schemas.config import Config, RewardSource
 from schemas.reward_options import ProcessModelOptions
 from schemas.rewards import RewardStatus
+from tasks.engines.classifier_scorer import ClassifierScorer
 from tasks.engines.scorer import Item, Score
-from tasks.models.loading import compute_dtype, load_tokenizer
+from tasks.models.loading import compute_dtype
 from tasks.models.reward_model import ProcessRewardModel
-from tasks.models.samples import resolve
 from tasks.prompt_ids import as_messages, encode_chat, encode_text
 from tasks.stage import StageError
 
@@ -24,7 +23,7 @@ class Step(NamedTuple):
     last: int
 
 
-class ProcessModelScorer:
+class ProcessModelScorer(ClassifierScorer[ProcessRewardModel]):
     """Scores every step at its last token, as TRL's PRMTrainer and Lightman et al. 2023 ("Let's verify step by step")
     train such models. The reward stands on that token, and is 0 on all others.
 
@@ -33,30 +32,12 @@ class ProcessModelScorer:
     """
 
     def __init__(self, source: RewardSource, config: Config, policy_tokenizer: Any) -> None:
-        assert source.path is not None
         assert isinstance(source.options, ProcessModelOptions)
-        folder = resolve(source.path)
-        self.scored = 0
-        self.source = source
-        self.config = config
         self.separator = source.options.separator
-        self.policy_tokenizer = policy_tokenizer
-        self.tokenizer = load_tokenizer(folder)
-        self.shares_ids = self.tokenizer.get_vocab() == policy_tokenizer.get_vocab()
-        self.model = ProcessRewardModel(folder, compute_dtype(config))
-        if self.model.num_embeddings < len(self.tokenizer):
-            raise StageError(
-                f"reward {source.name!r}: {folder} has {self.model.num_embeddings} embeddings, but its tokenizer "
-                f"{len(self.tokenizer)} ids; give the folder the tokenizer that the model was trained with"
-            )
+        super().__init__(source, config, policy_tokenizer)
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        return {"shares_policy_ids": self.shares_ids}
-
-    @property
-    def models(self) -> dict[str, nn.Module]:
-        return {self.source.name: self.model.model}
+    def _load(self, folder: Path) -> ProcessRewardModel:
+        return ProcessRewardModel(folder, compute_dtype(self.config))
 
     def score(self, items: Sequence[Item]) -> list[Score]:
         started = time.perf_counter()
@@ -80,9 +61,6 @@ class ProcessModelScorer:
                 process[step.last] = number
             scores.append(Score.of_tokens(process, seconds))
         return scores
-
-    def close(self) -> None:
-        del self.model
 
     def _pieces(self, item: Item) -> list[str]:
         """The text of each response token; none of a special one."""

@@ -92,19 +92,16 @@ def open_scorers(config: Config, policy_tokenizer: Any) -> list[RewardScorer]:
     Raises StageError where a model can't be loaded or a function not imported.
     """
     scorers: list[RewardScorer] = []
-    try:
+    with closed_on_failure(scorers):
         for source in config.rewards:
             scorers.append(_open(source, config, policy_tokenizer))
-    except BaseException:
-        for scorer in scorers:
-            scorer.close()
-        raise
     return scorers
 
 
 @contextmanager
 def closed_on_failure(scorers: Sequence[RewardScorer]) -> Iterator[None]:
-    """Ends calls that still run where the block fails or is interrupted, so that nobody waits for one that hangs."""
+    """Closes scorers where the block fails or is interrupted. That ends their calls, so that nobody waits for one that
+    hangs."""
     try:
         yield
     except BaseException:

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import duckdb
 import pyarrow as pa
@@ -35,6 +35,12 @@ VIEWS = (
 
 RELATIONS = frozenset([*DECLARED, *MANIFEST_TABLES, *VIEWS])
 """Everything that can be queried."""
+
+
+def dicts(result: duckdb.DuckDBPyConnection) -> list[dict[str, Any]]:
+    """The rows of a result, each by the names of its columns."""
+    names = [column[0] for column in result.description or ()]
+    return [dict(zip(names, row, strict=True)) for row in result.fetchall()]
 
 
 @uncollected()

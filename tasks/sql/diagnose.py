@@ -13,6 +13,8 @@ from typing import Any
 
 import duckdb
 
+from tasks.sql.connection import dicts
+
 HEALED_AFTER = 3
 """Iterations without any metric outside after which an earlier departure is not taken for the cause of a later one."""
 
@@ -161,9 +163,7 @@ def _chain(found: list[Departure]) -> list[Departure]:
 def _evidence(
     connection: duckdb.DuckDBPyConnection, failure: Failure, run_id: str, iteration: int
 ) -> list[dict[str, Any]]:
-    result = connection.execute(failure.evidence, {"run_id": run_id, "iteration": iteration})
-    names = [column[0] for column in result.description or ()]
-    return [dict(zip(names, row, strict=True)) for row in result.fetchall()]
+    return dicts(connection.execute(failure.evidence, {"run_id": run_id, "iteration": iteration}))
 
 
 def _unmeasured(

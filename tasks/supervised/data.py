@@ -12,7 +12,7 @@ from schemas.config import PromptsSection
 from schemas.ids import derive_seed
 from schemas.manifest import digest_of
 from schemas.supervised import Supervised
-from tasks.prompt_ids import encode
+from tasks.prompt_ids import encode, encode_response
 from tasks.prompt_pool import Pool, PoolPrompt, PromptError, read_pool
 
 
@@ -133,4 +133,4 @@ def _response(tokenizer: Any, given: dict[str, Any], name: str, where: str) -> l
     text = given.get(name)
     if not isinstance(text, str):
         raise PromptError(f"{where}: `{name}` must be a text, not {text!r}")
-    return [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+    return encode_response(tokenizer, text)

@@ -25,6 +25,7 @@ from tasks.models.loading import DTYPES, load_causal_lm, load_tokenizer, value_h
 from tasks.models.reward_model import RewardModel
 from tasks.models.samples import resolve
 from tasks.models.weights import folder_digest
+from tasks.prompt_ids import own_context
 from tasks.stage import code_version, package_versions
 from tasks.supervised.data import Demonstration, Preference, Rows, data_digests, demonstrations, preferences
 
@@ -228,7 +229,7 @@ def _sft_trainer(config: Supervised, seed: int, scratch: Path, tokenizer: Any) -
     from trl import SFTConfig, SFTTrainer
 
     model = load_causal_lm(resolve(config.model))
-    rows = demonstrations(config, tokenizer, _context(config))
+    rows = demonstrations(config, tokenizer, own_context(resolve(config.model)))
 
     columns = {
         "input_ids": [d.prompt + d.response for d in rows.trained],
@@ -247,7 +248,7 @@ def _reward_trainer(config: Supervised, seed: int, scratch: Path, tokenizer: Any
     from datasets import Dataset
     from trl import RewardConfig, RewardTrainer
 
-    rows = preferences(config, tokenizer, _context(config))
+    rows = preferences(config, tokenizer, own_context(resolve(config.model)))
     columns = {
         "chosen_ids": [p.prompt + p.chosen for p in rows.trained],
         "rejected_ids": [p.prompt + p.rejected for p in rows.trained],
@@ -273,13 +274,6 @@ def _token_loss(model: Any, rows: Rows[Demonstration]) -> float:
         total += torch.nn.functional.cross_entropy(logits, ids_BL[0, len(row.prompt) :], reduction="sum").item()
         tokens += len(row.response)
     return total / tokens
-
-
-def _context(config: Supervised) -> int | None:
-    context = getattr(
-        AutoConfig.from_pretrained(resolve(config.model)).get_text_config(), "max_position_embeddings", None
-    )
-    return None if context is None else int(context)
 
 
 def _classifier(config: Supervised, seed: int) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import duckdb
 import pytest
 
-from tasks.sql.connection import open_snapshot
+from tasks.sql.connection import dicts, open_snapshot
 from tasks.sql.snapshot import Snapshot
 from tests.flows.conftest import invoke
 from tests.generated_lake import curve, write_run
@@ -33,9 +33,8 @@ def compared(lake: Any, verdicts: dict[int, list[Verdict]], against: str = "refe
                 "INSERT INTO verdicts VALUES ('r', ?, ?, ?, ?, ?, ?, NULL, NULL, ?, ?)",
                 [version, version, held_out, f"p-{i}", gold, reference, length, reference_len],
             )
-    result = lake.execute("FROM comparisons WHERE against = ? ORDER BY policy_version, held_out NULLS FIRST", [against])
-    names = [column[0] for column in result.description]
-    return [dict(zip(names, row, strict=True)) for row in result.fetchall()]
+    query = "FROM comparisons WHERE against = ? ORDER BY policy_version, held_out NULLS FIRST"
+    return dicts(lake.execute(query, [against]))
 
 
 def test_a_tie_counts_half(lake: Any) -> None:
