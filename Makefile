@@ -11,7 +11,7 @@ check: setup
 	.venv/bin/lint-imports
 
 test: check
-	$(run) pytest
+	$(run) pytest -n 2 --dist loadfile
 
 demo: setup
 	.venv/bin/rollbook run infra/configs/smollm2.toml

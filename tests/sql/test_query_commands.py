@@ -158,7 +158,7 @@ def test_status_of_a_run_under_way(valid_lake: Path) -> None:
 def test_status_before_the_first_stage(tmp_path: Path, valid_lake: Path) -> None:
     for iteration in (0, 1):
         shutil.rmtree(Run(valid_lake, RUN_ID).folder / f"{iteration:06d}")
-    assert "0 of 2 iterations" in answer("status", lake=valid_lake)
+    assert "0 of 2 iterations" in " ".join(answer("status", lake=valid_lake).split())
 
 
 def test_a_run_that_is_not_there_is_refused_with_those_that_are(pristine_lake: Path) -> None:
