@@ -16,6 +16,7 @@ from tasks.models.samples import resolve
 from tasks.models.trained import require_targets
 from tasks.models.weights import folder_digest
 from tasks.pretraining_texts import pretraining_texts
+from tasks.prompt_ids import settings_digest
 from tasks.prompt_pool import read_pool
 from tasks.sample_prompts import draw
 from tasks.stage import At
@@ -81,7 +82,7 @@ def prepare(lake: Location, config: Config, *, change_config: bool = False) -> R
 
 
 def digests(config: Config) -> dict[str, str]:
-    """Content digests of every model and prompt pool that a configuration names."""
+    """Content digests of every model and prompt pool that a configuration names, a model's weights and its settings."""
     named = {
         "policy": config.models.policy,
         "reference": config.models.reference,
@@ -93,8 +94,10 @@ def digests(config: Config) -> dict[str, str]:
     pools = {"prompts.source": config.prompts.source}
     pools |= {f"evaluate.source {name}": source for name, source in config.evaluate.sets.items()}
     texts = pretraining_texts(config)
+    folders = {name: resolve(path) for name, path in models.items()}
     found = {
-        **{name: folder_digest(resolve(path)) for name, path in models.items()},
+        **{name: folder_digest(folder) for name, folder in folders.items()},
+        **{f"{name} settings": settings_digest(folder) for name, folder in folders.items()},
         **{name: read_pool(source).digest for name, source in pools.items()},
         **({} if texts is None else {"train.ptx_source": texts.digest}),
     }

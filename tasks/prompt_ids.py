@@ -84,6 +84,15 @@ def tokenizer_digest(folder: Path) -> str:
     return digest_of([[path.name, hashlib.sha256(path.read_bytes()).hexdigest()] for path in files])
 
 
+def settings_digest(folder: Path) -> str:
+    """SHA-256 over what a model folder says beside its weights: config.json (a reward model's `score_mean` is in it)
+    and the tokenizer's files. Raises StageError where there is no config.json."""
+    if not (folder / "config.json").is_file():
+        raise StageError(f"no config.json in {folder}: expected a model folder in Hugging Face layout")
+    config = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
+    return digest_of([config, tokenizer_digest(folder)])
+
+
 def as_messages(prompt: str | Messages, section: PromptsSection) -> Messages | None:
     """The chat that the policy sees, or None where it sees the text as it is.
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from transformers import AutoConfig
 
 from schemas.config import Config
 from schemas.rollouts import FinishReason
+from tasks.prompt_ids import own_context
 from tasks.stage import StageError
 
 
@@ -132,8 +132,8 @@ def open_rollout_engine(config: Config, folder: Path, tokenizer: Any) -> Rollout
 
     Raises StageError where `rollout.max_model_len` passes what the model was made for.
     """
-    own = AutoConfig.from_pretrained(folder).get_text_config().max_position_embeddings
-    if (config.rollout.max_model_len or 0) > own:
+    own = own_context(folder)
+    if own is not None and (config.rollout.max_model_len or 0) > own:
         raise StageError(
             f"rollout.max_model_len = {config.rollout.max_model_len}, but the model in {folder} knows {own} positions; "
             f"lower it to {own}, or leave it out"

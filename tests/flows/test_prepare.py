@@ -1,5 +1,7 @@
 """What is refused before a run begins, or goes on."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -25,3 +27,17 @@ def test_s60_what_of_the_models_trains_can_not_change_within_a_run(make_config, 
     run_stage(at, StageName.SAMPLE_PROMPTS, lambda _: Result(0), section={}, version=0)
     with pytest.raises(ConfigError, match=r"trains other weights of its models.*start another run"):
         prepare(tmp_lake, make_config(models=models), change_config=True)
+
+
+def test_a_reward_model_with_other_settings_beside_its_weights_is_another(
+    make_config, tmp_lake: Path, tiny_classifier: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(tiny_classifier, tmp_path / "reward"))
+    config = make_config(rewards=[{"name": "model", "kind": "model", "path": str(folder)}])
+    run = prepare(tmp_lake, config)
+    run_stage(At(str(tmp_lake), run.run_id, 0), StageName.SAMPLE_PROMPTS, lambda _: Result(0), section={}, version=0)
+    assert prepare(tmp_lake, config).run_id == run.run_id
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"score_mean": 3.0}))
+    with pytest.raises(ConfigError, match=r"content of rewards\.model settings: \w{12} -> \w{12}"):
+        prepare(tmp_lake, config)
