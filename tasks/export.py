@@ -11,8 +11,8 @@ from torch import Tensor
 
 from schemas.manifest import StageName
 from tasks.engines.warm import resources, warm
+from tasks.lake.location import LakeError
 from tasks.lake.runs import Run, RunRecord
-from tasks.lake.storage import LakeError
 from tasks.models import state
 from tasks.models.samples import resolve
 from tasks.models.weights import folder_digest

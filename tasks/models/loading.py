@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from schemas.config import Config
 from schemas.ids import derive_seed
-from tasks.lake.storage import LakeError
+from tasks.lake.location import LakeError
 from tasks.models import attention
 from tasks.models.frozen import Weights, weights_of
 from tasks.models.linear import Linear

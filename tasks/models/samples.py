@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from tasks.lake.storage import LakeError
+from tasks.lake.location import LakeError
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from schemas.config import Config
-from tasks.lake.storage import LakeError
+from tasks.lake.location import LakeError
 from tasks.models.loading import (
     ActorCritic,
     Critic,

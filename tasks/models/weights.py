@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from blake3 import blake3
 
-from tasks.lake.storage import LakeError
+from tasks.lake.location import LakeError
 
 DTYPES = {
     torch.float64: "F64",

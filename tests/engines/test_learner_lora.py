@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tasks.lake.storage import LakeError
+from tasks.lake.location import LakeError
 from tasks.models.loading import FrozenPolicy
 from tasks.models.sequences import Sequences, score_layout
 from tasks.models.weights import folder_digest, tensors_digest

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from tasks.carried import Carried
-from tasks.lake.storage import LakeError
+from tasks.lake.location import LakeError
 from tasks.ppo.whitening import Moments
 
 NO_CRITIC = {"estimator": "reinforce_pp"}

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from tasks.lake.storage import LakeError
+from tasks.lake.location import LakeError
 from tasks.models.sequences import Sequences, score_layout
 from tasks.models.weights import folder_digest
 

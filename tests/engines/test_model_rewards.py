@@ -20,7 +20,7 @@ from transformers import (
 from tasks.engines.ensemble_scorer import EnsembleScorer
 from tasks.engines.process_model_scorer import ProcessModelScorer, Step, steps_of
 from tasks.engines.scorer import Item, open_scorers
-from tasks.lake.storage import LakeError
+from tasks.lake.location import LakeError
 from tasks.models.samples import _tiny_config
 
 

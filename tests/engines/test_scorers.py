@@ -24,7 +24,7 @@ from schemas.rewards import RewardKind
 from tasks.engines.function_scorer import FunctionError, FunctionScorer
 from tasks.engines.model_scorer import ModelScorer
 from tasks.engines.scorer import Item, Score, open_scorers
-from tasks.lake.storage import LakeError
+from tasks.lake.location import LakeError
 
 FUNCTIONS = """
 import ctypes, os, resource, signal, subprocess, sys, threading, time

@@ -11,8 +11,8 @@ import pytest
 from flows.rerun import load_stage_inputs, rerun_stages
 from schemas.config import ConfigError
 from schemas.manifest import StageName
+from tasks.lake.location import LakeError
 from tasks.lake.runs import Run
-from tasks.lake.storage import LakeError
 from tests.flows.conftest import Rollbook, invoke
 from tests.sql.small_lake import RUN_ID, shard_path, write_lake
 

@@ -14,7 +14,7 @@ import pytest
 from flows.training import digests
 from schemas.config import ConfigError
 from schemas.supervised import RewardModelConfig, load
-from tasks.lake.storage import LakeError
+from tasks.lake.location import LakeError
 from tasks.sql.connection import connect
 from tasks.supervised.training import require_free
 

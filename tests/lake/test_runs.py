@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from schemas.manifest import StageName
+from tasks.lake.location import LakeError
 from tasks.lake.runs import Run, open_run
-from tasks.lake.storage import LakeError
 from tasks.stage import At, Result, Staging, run_stage
 from tests.conftest import MakeConfig
 

@@ -11,8 +11,8 @@ import pytest
 
 from schemas import TABLES
 from schemas.columns import FLOAT32, INT32, STRING, Column, Table, ragged
+from tasks.lake.location import LakeError
 from tasks.lake.shards import InvalidShard, conform, read_all, read_shard, write_shard
-from tasks.lake.storage import LakeError
 
 FORWARDS = TABLES["forwards"]
 

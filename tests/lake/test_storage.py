@@ -11,7 +11,8 @@ from typing import BinaryIO
 
 import pytest
 
-from tasks.lake.storage import LakeError, exclusive, write_atomic, write_bytes
+from tasks.lake.location import LakeError
+from tasks.lake.storage import exclusive, write_atomic, write_bytes
 
 
 def test_size_and_digest_are_those_of_the_file(tmp_path: Path) -> None:
@@ -32,7 +33,7 @@ def test_s46_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path: Path) ->
         import numpy as np, pyarrow as pa
         from schemas.columns import INT64, Column, Table
         from tasks.lake.shards import write_shard
-        from tasks.lake.storage import LakeError
+        from tasks.lake.location import LakeError
         table = Table("seeds", "", ("seed",), (Column("seed", INT64, ""),), "rollout")
         def rows(n):
             return pa.table({{"seed": np.random.default_rng(0).integers(0, 2**62, n)}})

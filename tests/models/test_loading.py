@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tasks.lake.storage import LakeError
+from tasks.lake.location import LakeError
 from tasks.models.loading import (
     Critic,
     FrozenPolicy,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from schemas.config import ConfigError, Lora
-from tasks.lake.storage import LakeError
+from tasks.lake.location import LakeError
 from tasks.models import lora
 from tasks.models.loading import load_causal_lm
 from tasks.models.samples import resolve

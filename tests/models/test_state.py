@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from tasks.lake.storage import LakeError
+from tasks.lake.location import LakeError
 from tasks.models.state import prune, saved_versions, verify, writing
 
 

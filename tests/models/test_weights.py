@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tasks.lake.storage import LakeError
+from tasks.lake.location import LakeError
 from tasks.models.loading import load_causal_lm
 from tasks.models.weights import folder_digest, tensors_digest
 

@@ -21,8 +21,8 @@ from small_lake import (
 )
 
 from schemas.manifest import StageName
+from tasks.lake.location import LakeError
 from tasks.lake.runs import Run
-from tasks.lake.storage import LakeError
 from tasks.sql import shard_files
 from tasks.sql.audit import Severity, audit, catalogue, report
 from tasks.sql.connection import connect

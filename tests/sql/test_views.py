@@ -13,8 +13,8 @@ from small_lake import RUN_ID, config_of, edit_manifest, plant, shard_path, writ
 
 from schemas import TABLES
 from schemas.manifest import StageName
+from tasks.lake.location import LakeError
 from tasks.lake.runs import Run, RunRecord
-from tasks.lake.storage import LakeError
 from tasks.sql.catalog import relations
 from tasks.sql.connection import connect
 from tasks.stage import At, Result, run_stage

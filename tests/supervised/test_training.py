@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Trai
 
 from schemas.config import ConfigError
 from schemas.supervised import RewardModelConfig, SftConfig, load
-from tasks.lake.storage import LakeError
+from tasks.lake.location import LakeError
 from tasks.models.loading import load_causal_lm
 from tasks.models.reward_model import RewardModel
 from tasks.models.weights import folder_digest
