@@ -1,7 +1,8 @@
 """The reward-hacking experiment: a policy trained on an imperfect proxy, with the KL penalty and without, over seeds.
 
-The proxy is a reward model that learned a gold judge's preferences among the policy's own answers to few prompts. Each
-step is a command of rollbook and stands once it is done, so that an interrupted experiment goes on where it was.
+The proxy is a reward model that learned a gold judge's preferences among the policy's own answers to few prompts, from
+pairs that do not tell all that the judge minds. Each step is a command of rollbook and stands once it is done, so that
+an interrupted experiment goes on where it was.
 Source: Gao, Schulman, Hilton 2022, "Scaling laws for reward model overoptimization".
 
     python infra/experiments/reward_hacking.py [--work DIR] [--seeds N] [--iterations N] [--set KEY=VALUE ...]
@@ -22,24 +23,28 @@ from tasks.sql.diagnose import diagnose
 
 BETAS = (0.05, 0.0)
 RUN, PROXY = "infra/configs/reward_hacking.toml", "infra/configs/reward_hacking_proxy.toml"
+STRAYS = "infra/rewards/gold.py:strays"
 RESAMPLES = 2000
 
 PAIRS = """
 WITH judged AS (
-    SELECT p.prompt_id, p.text AS messages, r.sample_id, r.text, s.raw AS gold
+    SELECT p.prompt_id, p.text AS messages, r.sample_id, r.text,
+        max(s.raw) FILTER (s.source = 'gold') AS gold,
+        max(s.raw) FILTER (s.source = 'strays') AS strays
     FROM rollouts AS r
     JOIN prompts AS p USING (run_id, iteration, prompt_id)
     JOIN rewards AS s USING (run_id, iteration, sample_id)
-    WHERE s.source = 'gold' AND s.status = 'ok'
+    GROUP BY ALL
 )
 SELECT messages, better.text AS chosen, worse.text AS rejected
 FROM judged AS better
-JOIN judged AS worse USING (prompt_id, messages)
+JOIN judged AS worse USING (prompt_id, messages, strays)
 WHERE better.gold > worse.gold
 QUALIFY better.gold - worse.gold >= median(better.gold - worse.gold) OVER ()
 ORDER BY prompt_id, better.sample_id, worse.sample_id
 """
-"""Of each two answers to a prompt the one that the gold judge prefers, and the clearer half of these preferences."""
+"""Of each two answers to a prompt the one that the gold judge prefers, and the clearer half of these preferences. The
+two stray alike, so that the pairs do not tell what the judge thinks of straying."""
 
 
 def main() -> None:
@@ -48,7 +53,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="runs for each beta")
     parser.add_argument("--iterations", type=int, help="of each run, instead of the configured ones")
     parser.add_argument("--gold", default="infra/rewards/gold.py:score", help="the gold judge, a reward function")
-    parser.add_argument("--prompts", type=int, default=48, help="prompts whose answers are ranked")
+    parser.add_argument("--prompts", type=int, default=64, help="prompts whose answers are ranked")
     parser.add_argument("--set", action="append", default=[], help="override a key of every run")
     parser.add_argument("--set-proxy", action="append", default=[], help="override a key of the reward model")
     given = parser.parse_args()
@@ -60,8 +65,8 @@ def main() -> None:
     iterations = [] if given.iterations is None else ["--iterations", given.iterations]
     for seed in range(given.seeds):
         for beta in BETAS:
-            changes = [f"rewards.0.path={given.work}/proxy", f"evaluate.judges.0.function={given.gold}"]
-            changes += [f"advantages.kl_coef={beta}", f"run.seed={seed}"]
+            changes = [f"{key}={given.work}/proxy" for key in ("rewards.0.path", "models.critic")]
+            changes += [f"evaluate.judges.0.function={given.gold}", f"advantages.kl_coef={beta}", f"run.seed={seed}"]
             rollbook(
                 *("run", RUN, "--lake", lake, "--run", name_of(beta, seed)), *iterations, *sets(changes + given.set)
             )
@@ -91,9 +96,11 @@ def sets(changes: list[str]) -> list[str]:
 def make_pairs(work: Path, prompts: int, judge: str, changes: list[str]) -> None:
     """The initial policy's answers to the prompts of training, ranked by the gold judge: a run that learns nothing."""
     work.mkdir(parents=True, exist_ok=True)
-    gold = ["name=gold", "kind=function", f"function={judge}", "path="]
-    still = ["train.actor_lr=0.0", "train.critic_lr=0.0", f"prompts.per_iteration={prompts}", "evaluate="]
-    changes = [*changes, *still, *(f"rewards.0.{key}" for key in gold)]
+    gold = f'{{name = "gold", kind = "function", function = "{judge}"}}'
+    strays = f'{{name = "strays", kind = "function", function = "{STRAYS}", weight = 0.0}}'
+    still = ["train.actor_lr=0.0", "models.critic=shared", "train.critic_lr=", "evaluate="]
+    still += [f"prompts.per_iteration={prompts}", f"rewards=[{gold}, {strays}]"]
+    changes = ["rollout.samples_per_prompt=8", *changes, *still]
     rollbook("run", RUN, "--lake", work / "lake", "--run", "pairs", "--iterations", 1, *sets(changes))
     rollbook("sql", PAIRS, "--lake", work / "lake", "--run", "pairs", "--format", "json", into=work / "pairs.json")
 
@@ -114,9 +121,11 @@ def report(lake: Path, seeds: int) -> None:
     with connect(lake) as connection:
         accuracy, length = connection.sql("SELECT accuracy, length_accuracy FROM reward_models").fetchall()[0]
         print(f"proxy: ranks {accuracy:.0%} of the gold judge's held-out preferences right, length alone {length:.0%}")
+        ends = []
         for beta in BETAS:
             names = [name_of(beta, seed) for seed in range(seeds)]
             runs = [read(connection, name) for name in names]
+            ends.append([r.gold[-1] for r in runs])
             print(f"\nbeta = {beta:g}, {seeds} seeds, {runs[0].gold.shape[1]} held-out prompts; mean [95 % interval]")
             print(f"{'version':>8}  {'proxy':>24}  {'gold':>24}")
             for place, version in enumerate(runs[0].versions):
@@ -129,6 +138,8 @@ def report(lake: Path, seeds: int) -> None:
             for name in names:
                 found = diagnose(connection, name)
                 print(f"diagnose {name}: {', '.join(each.name for each in found.failures) or 'healthy'}")
+        behind = told([free - held for held, free in zip(*ends, strict=True)])
+        print(f"\ngold at the end, beta = 0 less beta = {BETAS[0]:g}, seed by seed and prompt by prompt: {behind}")
 
 
 def read(connection, name: str) -> Scores:  # type: ignore[no-untyped-def]
