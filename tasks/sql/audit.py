@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
 from importlib.resources import files
@@ -88,12 +88,15 @@ def audit(lake: Location, run_id: str | None = None, iteration: int | None = Non
 
 
 def report(lake: Location, run_id: str | None = None, iteration: int | None = None) -> Report:
-    """Makes every audit of the lake, one run of it, or one iteration.
+    """Makes every audit of the lake, one run of it, or one iteration. A trained model belongs to no run; its shards are
+    looked at with the whole lake.
 
     An iteration with a shard that can't be read is found by file_digests or schema_fingerprints, and left out of the
     other audits. Raises LakeError where there is nothing to audit or a manifest can't be read.
     """
     snapshot = take(lake, run_id, iteration)
+    if run_id is not None:
+        snapshot = replace(snapshot, of_models=())
     inspected = shard_files.inspect(snapshot)
     with open_snapshot(snapshot.without(inspected.unreadable())) as connection:
         add_tables(connection, {"files": inspected.files, **inspected.values})

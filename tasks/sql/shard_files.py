@@ -4,14 +4,14 @@ import hashlib
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from schemas import TABLES
+from schemas import DECLARED, MODEL_TABLES
 from schemas.columns import BOOL, INT64, ITERATION, RUN_ID, STRING, Column, Table
 from schemas.manifest import Output
 from tasks.lake.digest import content_digest
@@ -33,12 +33,13 @@ from tasks.sql.snapshot import STAGE, Entry, Snapshot, arrow_table
 FILES = Table(
     name="files",
     stage="",
-    meaning="one row a shard, listed or found in the folder of a committed stage: what it is and what it should be",
+    meaning="one row a shard, listed or found in the folder of a committed stage, or of a trained model (its run_id is "
+    "models/<id>): what it is and what it should be",
     key=("iteration", "stage", "path"),
     columns=(
         RUN_ID,
         ITERATION,
-        STAGE,
+        replace(STAGE, nullable=True),
         Column("path", STRING, "the file, below the lake"),
         Column("table_name", STRING, "the table it is listed for", nullable=True),
         Column("listed", BOOL, "the manifest lists it"),
@@ -53,6 +54,9 @@ FILES = Table(
         Column("facts", STRING, "the file's metadata, a JSON object", nullable=True),
     ),
 )
+
+Place = tuple[str, int, str | None]
+"""run_id, iteration and stage."""
 
 THREADS = 2
 """Hashing and decompression run outside Python's lock; more threads would hold more shards in memory at once."""
@@ -97,15 +101,21 @@ def inspect(snapshot: Snapshot) -> Inspection:
 
     def one(listed: tuple[Entry, Output, Location]) -> _Shard:
         entry, output, path = listed
-        return _inspect(snapshot.lake, entry, output, path, readers.get(entry.run_id))
+        return _inspect(snapshot.lake, entry.place, output, path, readers.get(entry.run_id))
 
     with ThreadPoolExecutor(THREADS) as pool:
         shards = list(pool.map(one, snapshot.outputs()))
     rows = [shard.row for shard in shards]
-    for entry in snapshot.entries:
-        names = {"manifest.json", "attempts"} | {o.path for o in entry.manifest.outputs}
-        strays = [path for path in children(entry.folder) if path.name not in names]
-        rows += [_row(snapshot.lake, entry, path, listed=False) for path in strays]
+    listed: dict[Location, tuple[Place, set[str]]] = {
+        entry.folder: (entry.place, {output.path for output in entry.manifest.outputs}) for entry in snapshot.entries
+    }
+    for output, path in snapshot.of_models:
+        place = f"models/{path.parent.name}", 0, None
+        rows.append(_inspect(snapshot.lake, place, output, path, None).row)
+        listed.setdefault(path.parent, (place, set()))[1].add(path.name)
+    for folder, (at, names) in listed.items():
+        strays = [path for path in children(folder) if path.name not in names | {"manifest.json", "attempts"}]
+        rows += [_row(snapshot.lake, at, path, listed=False) for path in strays]
     files = arrow_table(FILES, [tuple(row.get(c.name) for c in FILES.columns) for row in rows])
     inspection = Inspection(files, {}, skipped)
     left_out = inspection.unreadable()
@@ -121,16 +131,16 @@ def inspect(snapshot: Snapshot) -> Inspection:
     return inspection
 
 
-def _row(lake: Location, entry: Entry, path: Location, **found: Any) -> dict[str, Any]:
-    run_id, iteration, stage = entry.place
-    place = path.relative_to(lake).as_posix()
-    return {"run_id": run_id, "iteration": iteration, "stage": stage, "path": place} | found
+def _row(lake: Location, place: Place, path: Location, **found: Any) -> dict[str, Any]:
+    run_id, iteration, stage = place
+    return {"run_id": run_id, "iteration": iteration, "stage": stage, "path": path.relative_to(lake).as_posix()} | found
 
 
-def _inspect(lake: Location, entry: Entry, output: Output, path: Location, reader: texts.Reader | None) -> _Shard:
+def _inspect(lake: Location, place: Place, output: Output, path: Location, reader: texts.Reader | None) -> _Shard:
+    run_id, table = place[0], DECLARED[output.table]
     row = _row(
         lake,
-        entry,
+        place,
         path,
         listed=True,
         table_name=output.table,
@@ -152,13 +162,15 @@ def _inspect(lake: Location, entry: Entry, output: Output, path: Location, reade
     row["rows_found"] = data.num_rows
     metadata = {k.decode().removeprefix("rollbook."): v.decode() for k, v in (data.schema.metadata or {}).items()}
     row["facts"] = json.dumps(metadata)
-    if foreign := foreign_schema(path, output) or schema_difference(data.schema, TABLES[output.table]):
+    if foreign := foreign_schema(path, output) or schema_difference(data.schema, table):
         return _Shard(row | {"schema_problem": foreign})
-    table = TABLES[output.table]
+    row["content_found"] = content_digest(data, table)
+    if table.name in MODEL_TABLES:
+        return _Shard(row)
     return _Shard(
-        row | {"content_found": content_digest(data, table)},
-        wrong_lengths(data, table, entry.run_id),
-        nonfinite_values(data, table, entry.run_id),
-        above_maximum(data, table, entry.run_id),
-        reader.check(data, entry.run_id) if reader and output.table == "rollouts" else [],
+        row,
+        wrong_lengths(data, table, run_id),
+        nonfinite_values(data, table, run_id),
+        above_maximum(data, table, run_id),
+        reader.check(data, run_id) if reader and table.name == "rollouts" else [],
     )

@@ -22,6 +22,7 @@ from small_lake import (
 
 from schemas.manifest import StageName
 from tasks.lake.location import LakeError
+from tasks.lake.models import TrainedModel
 from tasks.lake.runs import Run
 from tasks.sql import shard_files
 from tasks.sql.audit import Severity, audit, catalogue, report
@@ -465,6 +466,28 @@ def test_s82_a_truncated_an_empty_and_a_stray_file_are_told_apart(valid_lake: Pa
     assert found(valid_lake) == {"stray_files"}
     updates.write_bytes(updates.read_bytes()[:-200])
     assert found(valid_lake) == {"stray_files", "file_digests"}
+
+
+def test_s82_the_record_of_a_trained_model_is_audited_with_the_lake(valid_lake: Path) -> None:
+    scores: dict[str, Any] = {"model": "m", "seed": 0, "pair_id": "p-0", "source": None, "chosen_score": 1.0}
+    scores |= {"rejected_score": 0.0, "chosen_len": 3, "rejected_len": 4}
+    model = TrainedModel(valid_lake, "m")
+    (output,) = model.commit("key", {"preference_scores": [scores]}).outputs
+    shard = model.folder / output.path
+    assert found(valid_lake) == set()
+    changed = pq.read_table(shard).to_pylist()
+    model.commit("key", {"preference_scores": [{**row, "chosen_score": 2.0} for row in changed]})
+    after = shard.read_bytes()
+    model.commit("key", {"preference_scores": changed})
+    shard.write_bytes(after)
+    (finding,) = audit(valid_lake)
+    assert finding.audit.name == "file_digests"
+    assert [(breach.run_id, breach.subject) for breach in finding.breaches] == [("models/m", f"models/m/{output.path}")]
+    assert audit(valid_lake, RUN_ID) == []
+    (model.folder / "notes.parquet").write_bytes(b"")
+    assert found(valid_lake) == {"file_digests", "stray_files"}
+    shard.unlink()
+    assert "is listed, but missing" in audit(valid_lake)[0].breaches[0].detail
 
 
 def test_a_foreign_schema_is_refused_by_queries_with_both_versions_named(valid_lake: Path) -> None:
