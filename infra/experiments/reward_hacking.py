@@ -2,7 +2,7 @@
 
 The proxy is a reward model that learned a gold judge's preferences among the policy's own answers to few prompts, from
 pairs that do not tell all that the judge minds. Each step is a command of rollbook and stands once it is done, so that
-an interrupted experiment goes on where it was.
+an interrupted experiment goes on where it was. Learner states take 21 GB of disk.
 Source: Gao, Schulman, Hilton 2022, "Scaling laws for reward model overoptimization".
 
     python infra/experiments/reward_hacking.py [--work DIR] [--seeds N] [--iterations N] [--set KEY=VALUE ...]
