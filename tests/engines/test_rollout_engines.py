@@ -5,7 +5,10 @@ the last one. It makes what is sampled foreseeable on a real engine.
 """
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -430,15 +433,33 @@ def test_s50_every_response_made_around_a_sync_is_of_one_version(
     assert sum(answer.policy_version == after for answer in answers) >= 2
 
 
-def test_training_beside_vllm_still_uses_every_core(vllm: RolloutEngine) -> None:
-    """vLLM may bind OpenMP threads to cores; in this process it must not, as the learner computes here too."""
-    import os
+USES_EVERY_CORE = """
+import os, sys
+from pathlib import Path
+import torch
+from transformers import AutoTokenizer
+from schemas.config import Config
+from tasks.engines.rollout_engine import open_rollout_engine
 
-    assert torch.get_num_threads() > 1 or os.cpu_count() == 1
-    allowed = {
-        line.split(":")[1].strip()
-        for task in Path("/proc/self/task").iterdir()
-        for line in (task / "status").read_text().splitlines()
-        if line.startswith("Cpus_allowed_list")
-    }
-    assert len(allowed) == 1  # no thread is bound to fewer cores than another
+folder = Path(sys.argv[2])
+engine = open_rollout_engine(Config.model_validate_json(sys.argv[1]), folder, AutoTokenizer.from_pretrained(folder))
+assert torch.get_num_threads() > 1 or os.cpu_count() == 1
+allowed = {
+    line.split(":")[1].strip()
+    for task in Path("/proc/self/task").iterdir()
+    for line in (task / "status").read_text().splitlines()
+    if line.startswith("Cpus_allowed_list")
+}
+assert len(allowed) == 1  # no thread is bound to fewer cores than another
+engine.close()
+"""
+
+
+def test_training_beside_vllm_still_uses_every_core(config: Config, policy: Path) -> None:
+    """vLLM may bind OpenMP threads to cores; in its process it must not, as the learner computes there too. That is so
+    without what conftest.py sets for tests that run side by side."""
+    set_by_tests = ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND")
+    environment = {name: value for name, value in os.environ.items() if name not in set_by_tests}
+    command = [sys.executable, "-c", USES_EVERY_CORE, config.model_dump_json(), str(policy)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
