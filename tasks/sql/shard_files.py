@@ -106,14 +106,14 @@ def inspect(snapshot: Snapshot) -> Inspection:
     with ThreadPoolExecutor(THREADS) as pool:
         shards = list(pool.map(one, snapshot.outputs()))
     rows = [shard.row for shard in shards]
-    listed: dict[Location, tuple[Place, set[str]]] = {
+    folders: dict[Location, tuple[Place, set[str]]] = {
         entry.folder: (entry.place, {output.path for output in entry.manifest.outputs}) for entry in snapshot.entries
     }
     for output, path in snapshot.of_models:
         place = f"models/{path.parent.name}", 0, None
         rows.append(_inspect(snapshot.lake, place, output, path, None).row)
-        listed.setdefault(path.parent, (place, set()))[1].add(path.name)
-    for folder, (at, names) in listed.items():
+        folders.setdefault(path.parent, (place, set()))[1].add(path.name)
+    for folder, (at, names) in folders.items():
         strays = [path for path in children(folder) if path.name not in names | {"manifest.json", "attempts"}]
         rows += [_row(snapshot.lake, at, path, listed=False) for path in strays]
     files = arrow_table(FILES, [tuple(row.get(c.name) for c in FILES.columns) for row in rows])

@@ -475,11 +475,10 @@ def test_s82_the_record_of_a_trained_model_is_audited_with_the_lake(valid_lake: 
     (output,) = model.commit("key", {"preference_scores": [scores]}).outputs
     shard = model.folder / output.path
     assert found(valid_lake) == set()
-    changed = pq.read_table(shard).to_pylist()
-    model.commit("key", {"preference_scores": [{**row, "chosen_score": 2.0} for row in changed]})
-    after = shard.read_bytes()
-    model.commit("key", {"preference_scores": changed})
-    shard.write_bytes(after)
+    model.commit("key", {"preference_scores": [{**scores, "chosen_score": 2.0}]})
+    other = shard.read_bytes()
+    model.commit("key", {"preference_scores": [scores]})
+    shard.write_bytes(other)
     (finding,) = audit(valid_lake)
     assert finding.audit.name == "file_digests"
     assert [(breach.run_id, breach.subject) for breach in finding.breaches] == [("models/m", f"models/m/{output.path}")]
