@@ -9,14 +9,11 @@ from flows.iteration import iteration
 from flows.reconcile import mark_the_dead
 from schemas.config import Config, ConfigError
 from schemas.manifest import StageName
-from tasks.engines.warm import judges_of, resources, warm
+from tasks.engines.warm import content_digests, judges_of, resources, warm
 from tasks.lake.location import Location, lake_at
 from tasks.lake.runs import Run, RunRecord, differences
-from tasks.models.samples import resolve
 from tasks.models.trained import require_targets
-from tasks.models.weights import folder_digest
 from tasks.pretraining_texts import pretraining_texts
-from tasks.prompt_ids import settings_digest
 from tasks.prompt_pool import read_pool
 from tasks.sample_prompts import draw
 from tasks.stage import At
@@ -94,10 +91,8 @@ def digests(config: Config) -> dict[str, str]:
     pools = {"prompts.source": config.prompts.source}
     pools |= {f"evaluate.source {name}": source for name, source in config.evaluate.sets.items()}
     texts = pretraining_texts(config)
-    folders = {name: resolve(path) for name, path in models.items()}
     found = {
-        **{name: folder_digest(folder) for name, folder in folders.items()},
-        **{f"{name} settings": settings_digest(folder) for name, folder in folders.items()},
+        **content_digests(models),
         **{name: read_pool(source).digest for name, source in pools.items()},
         **({} if texts is None else {"train.ptx_source": texts.digest}),
     }

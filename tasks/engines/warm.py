@@ -6,7 +6,7 @@ the lake. Warm or cold, the bytes are the same.
 
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -23,6 +23,7 @@ from tasks.models.loading import FrozenPolicy, Reference, load_tokenizer
 from tasks.models.samples import resolve
 from tasks.models.state import saved_versions
 from tasks.models.weights import folder_digest
+from tasks.prompt_ids import settings_digest
 from tasks.stage import At, StageError
 
 log = logging.getLogger(__name__)
@@ -74,12 +75,12 @@ class Warm:
 
     @cached_property
     def reward_digests(self) -> dict[str, str]:
-        """The weights digest of every reward model."""
+        """The digests of every reward model, see content_digests."""
         return _digests("reward", self.config.rewards)
 
     @cached_property
     def judge_digests(self) -> dict[str, str]:
-        """The weights digest of every judge that is a model."""
+        """The digests of every judge that is a model, see content_digests."""
         return _digests("judge", judges_of(self.config))
 
     def policy_digest(self, version: int) -> str:
@@ -227,8 +228,16 @@ class Warm:
 
 
 def _digests(role: str, sources: tuple[RewardSource, ...]) -> dict[str, str]:
-    folders = {name: path for source in sources for name, path in source.folders.items()}
-    return {f"{role} {name}": folder_digest(resolve(path)) for name, path in folders.items()}
+    return content_digests({f"{role} {name}": path for source in sources for name, path in source.folders.items()})
+
+
+def content_digests(models: Mapping[str, str]) -> dict[str, str]:
+    """The weights digest of each model, by the name that its path has, and under `<name> settings` the digest of what
+    its folder says beside them."""
+    folders = {name: resolve(path) for name, path in models.items()}
+    return {name: folder_digest(folder) for name, folder in folders.items()} | {
+        f"{name} settings": settings_digest(folder) for name, folder in folders.items()
+    }
 
 
 def judges_of(config: Config) -> tuple[RewardSource, ...]:
