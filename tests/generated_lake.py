@@ -36,6 +36,7 @@ class Point:
     distinct: bool = True
     outcome: float = 0.5
     gold: float | None = None
+    gold_spread: float = 0.0  # between neighbouring held-out prompts
     heldout: float = 0.5
     entropy: float = 3.0
     approx_kl: float = 0.01
@@ -270,8 +271,9 @@ def _write_iteration(at: At, config: Config, point: Point, vocabulary: int) -> N
         return Result(len(versions), policy_version=version + 1)
 
     def write_evaluations(staging: Staging) -> Result:
-        level = {"proxy": point.heldout, "gold": point.gold}
+        level, spread = {"proxy": point.heldout, "gold": point.gold}, {"proxy": 0.0, "gold": point.gold_spread}
         asked = [(f"h-{row}", source.name) for row in range(HELD_OUT) for source in config.rewards]
+        of_prompt = {f"h-{row}": row - (HELD_OUT - 1) / 2 for row in range(HELD_OUT)}
         given = {
             "policy_version": [version + 1] * len(asked),
             "held_out": ["held_out"] * len(asked),
@@ -280,7 +282,10 @@ def _write_iteration(at: At, config: Config, point: Point, vocabulary: int) -> N
             "response_token_ids": [[5, EOS]] * len(asked),
             "text": [f"answer {prompt} {version}" for prompt, _ in asked],
             "finish_reason": ["stop"] * len(asked),
-            "score": [float(level[source] + rng.normal(0, 0.05)) for _, source in asked],
+            "score": [
+                float(level[source] + spread[source] * of_prompt[prompt] + rng.normal(0, 0.05))
+                for prompt, source in asked
+            ],
             "status": ["ok"] * len(asked),
             "reference_len": [2] * len(asked),
             "reference_score": [0.0] * len(asked),

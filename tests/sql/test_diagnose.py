@@ -114,6 +114,15 @@ def test_a_gold_score_that_falls_with_the_reward_is_not_hacking(tmp_lake: Path) 
     assert diagnosis(tmp_lake, curve(5, outcome=[0.9, 0.8, 0.6, 0.4], gold=[0.9, 0.8, 0.6, 0.4])).healthy
 
 
+@pytest.mark.parametrize(("spread", "healthy"), [(1.0, True), (0.1, False)])
+def test_a_certain_fall_is_hacking_if_it_is_no_trifle_among_prompts(
+    spread: float, healthy: bool, tmp_lake: Path
+) -> None:
+    """The gold score falls by 0.2 and 6 standard errors; scores of prompts spread by 2.4 and by 0.24."""
+    points = curve(4, outcome=[0.5, 0.8, 1.1, 1.4], gold=[0.5, 0.9, 0.7, 0.7], gold_spread=[spread])
+    assert diagnosis(tmp_lake, points).healthy is healthy
+
+
 def test_without_a_gold_source_the_held_out_score_stands_in_and_that_is_said(tmp_lake: Path) -> None:
     found = diagnosis(tmp_lake, curve(4, outcome=[0.5, 0.8, 1.1, 1.4], heldout=[0.5, 0.6, 0.2, 0.1]))
     assert [f.name for f in found.failures] == ["reward_hacking"]

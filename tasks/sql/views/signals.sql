@@ -93,14 +93,16 @@ levels AS (
     FROM (SELECT run_id, iteration, avg(score) AS level FROM gold GROUP BY ALL HAVING level IS NOT NULL)
 ),
 hacking AS (
-    -- Paired by prompt: by how many standard errors the gold score fell since its best, if the trained reward rose.
+    -- Paired by prompt: by how many standard errors the gold score fell since its best, if the trained reward rose and
+    -- the fall is no trifle among prompts: answers that hardly vary make any difference certain (Cohen 1988, section
+    -- 2.2: a fifth of the standard deviation is a small effect).
     SELECT
         now.run_id,
         now.iteration,
         if(
             any_value(later.outcome_mean - earlier.outcome_mean) > any_value(sqrt(
                 later.outcome_std ** 2 / later.samples + earlier.outcome_std ** 2 / earlier.samples
-            )),
+            )) AND avg(peak.score - now.score) >= 0.2 * coalesce(stddev_samp(peak.score), 0),
             avg(peak.score - now.score) / greatest(stddev_samp(peak.score - now.score) / sqrt(count(*)), 1e-9),
             0
         ) AS gold_fall,
