@@ -1,11 +1,11 @@
 """The reward-hacking experiment: a policy trained on an imperfect proxy, with the KL penalty and without, over seeds.
 
-The proxy is a reward model that learned a gold judge's preferences among the policy's own answers to few prompts, from
-pairs that do not tell all that the judge minds. Each step is a command of rollbook and stands once it is done, so that
-an interrupted experiment goes on where it was. Learner states take 21 GB of disk.
+`rollbook sft` makes a small policy that reviews what notes say, and `rollbook reward-model` makes the proxy from what a
+gold judge prefers among that policy's answers. Each step is a command of rollbook and stands once it is done, so that
+an interrupted experiment goes on where it was.
 Source: Gao, Schulman, Hilton 2022, "Scaling laws for reward model overoptimization".
 
-    python infra/experiments/reward_hacking.py [--work DIR] [--seeds N] [--iterations N] [--set KEY=VALUE ...]
+    python infra/experiments/reward_hacking.py [--work DIR] [--seeds N ...] [--iterations N] [--set KEY=VALUE ...]
 """
 
 import argparse
@@ -16,60 +16,56 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import reviews
+from duckdb import DuckDBPyConnection
 
 from schemas.ids import derive_seed
 from tasks.sql.connection import connect
 from tasks.sql.diagnose import diagnose
 
 BETAS = (0.05, 0.0)
-RUN, PROXY = "infra/configs/reward_hacking.toml", "infra/configs/reward_hacking_proxy.toml"
-STRAYS = "infra/rewards/gold.py:strays"
+CONFIG = "infra/configs/reward_hacking"
+JUDGE = "infra/experiments/reviews.py:score"
+DEMONSTRATIONS, PROMPTS, HELD_OUT = 16_000, 512, 64
 RESAMPLES = 2000
 
 PAIRS = """
 WITH judged AS (
-    SELECT p.prompt_id, p.text AS messages, r.sample_id, r.text,
-        max(s.raw) FILTER (s.source = 'gold') AS gold,
-        max(s.raw) FILTER (s.source = 'strays') AS strays
+    SELECT prompt_id, p.text AS prompt, r.text, s.raw AS gold,
+        row_number() OVER (PARTITION BY prompt_id ORDER BY sample_id) AS place
     FROM rollouts AS r
     JOIN prompts AS p USING (run_id, iteration, prompt_id)
     JOIN rewards AS s USING (run_id, iteration, sample_id)
-    GROUP BY ALL
 )
-SELECT messages, better.text AS chosen, worse.text AS rejected
+SELECT prompt, better.text AS chosen, worse.text AS rejected
 FROM judged AS better
-JOIN judged AS worse USING (prompt_id, messages, strays)
-WHERE better.gold > worse.gold
-QUALIFY better.gold - worse.gold >= median(better.gold - worse.gold) OVER ()
-ORDER BY prompt_id, better.sample_id, worse.sample_id
+JOIN judged AS worse USING (prompt_id, prompt)
+WHERE better.gold > worse.gold AND (better.place + 1) // 2 = (worse.place + 1) // 2
+ORDER BY prompt_id, better.place
 """
-"""Of each two answers to a prompt the one that the gold judge prefers, and the clearer half of these preferences. The
-two stray alike, so that the pairs do not tell what the judge thinks of straying."""
+"""First and second answer to each prompt, third and fourth, and so on: the one that the gold judge prefers first."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, default=Path("reward-hacking"), help="folder of lake, pairs and proxy")
-    parser.add_argument("--seeds", type=int, default=3, help="runs for each beta")
+    parser.add_argument("--work", type=Path, default=Path("reward-hacking"), help="folder of lake, data and models")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the runs with each beta")
     parser.add_argument("--iterations", type=int, help="of each run, instead of the configured ones")
-    parser.add_argument("--gold", default="infra/rewards/gold.py:score", help="the gold judge, a reward function")
-    parser.add_argument("--prompts", type=int, default=64, help="prompts whose answers are ranked")
-    parser.add_argument("--set", action="append", default=[], help="override a key of every run")
-    parser.add_argument("--set-proxy", action="append", default=[], help="override a key of the reward model")
+    for option, what in (("--set", "every run"), ("--set-policy", "the policy's sft"), ("--set-proxy", "the proxy")):
+        parser.add_argument(option, action="append", default=[], metavar="KEY=VALUE", help=f"override a key of {what}")
     given = parser.parse_args()
     began = time.perf_counter()
-    lake = given.work / "lake"
-    make_pairs(given.work, given.prompts, given.gold, given.set)
-    own = [f"output={given.work}/proxy", f"data=SELECT * FROM read_json('{given.work}/pairs.json')"]
-    rollbook("reward-model", PROXY, "--lake", lake, *sets(own + given.set_proxy))
-    iterations = [] if given.iterations is None else ["--iterations", given.iterations]
-    for seed in range(given.seeds):
+    work, lake = given.work, given.work / "lake"
+    make_policy(work, given.set_policy)
+    own = [f"models.policy={work}/policy", f"prompts.source={work}/train.jsonl"]
+    make_proxy(work, [*own, *given.set], given.set_proxy)
+    own += [f"{key}={work}/proxy" for key in ("models.critic", "rewards.0.path")]
+    own += [f"evaluate.source={work}/held_out.jsonl"]
+    length = [] if given.iterations is None else ["--iterations", given.iterations]
+    for seed in given.seeds:
         for beta in BETAS:
-            changes = [f"{key}={given.work}/proxy" for key in ("rewards.0.path", "models.critic")]
-            changes += [f"evaluate.judges.0.function={given.gold}", f"advantages.kl_coef={beta}", f"run.seed={seed}"]
-            rollbook(
-                *("run", RUN, "--lake", lake, "--run", name_of(beta, seed)), *iterations, *sets(changes + given.set)
-            )
+            changes = sets([*own, f"run.seed={seed}", f"advantages.kl_coef={beta}", *given.set])
+            rollbook("run", f"{CONFIG}.toml", "--lake", lake, "--run", name_of(beta, seed), *length, *changes)
     report(lake, given.seeds)
     print(f"\n{time.perf_counter() - began:.0f} s in all, of what was not done before")
 
@@ -93,16 +89,27 @@ def sets(changes: list[str]) -> list[str]:
     return [word for change in changes for word in ("--set", change)]
 
 
-def make_pairs(work: Path, prompts: int, judge: str, changes: list[str]) -> None:
-    """The initial policy's answers to the prompts of training, ranked by the gold judge: a run that learns nothing."""
+def make_policy(work: Path, changes: list[str]) -> None:
+    """Writes the world's prompts and demonstrations, and teaches a blank model to review by `rollbook sft`."""
     work.mkdir(parents=True, exist_ok=True)
-    gold = f'{{name = "gold", kind = "function", function = "{judge}"}}'
-    strays = f'{{name = "strays", kind = "function", function = "{STRAYS}", weight = 0.0}}'
-    still = ["train.actor_lr=0.0", "models.critic=shared", "train.critic_lr=", "evaluate="]
-    still += [f"prompts.per_iteration={prompts}", f"rewards=[{gold}, {strays}]"]
-    changes = ["rollout.samples_per_prompt=8", *changes, *still]
-    rollbook("run", RUN, "--lake", work / "lake", "--run", "pairs", "--iterations", 1, *sets(changes))
-    rollbook("sql", PAIRS, "--lake", work / "lake", "--run", "pairs", "--format", "json", into=work / "pairs.json")
+    reviews.write(reviews.demonstrations("demonstrations", DEMONSTRATIONS), work / "demonstrations.jsonl")
+    reviews.write(reviews.prompts("train", PROMPTS), work / "train.jsonl")
+    reviews.write(reviews.prompts("held out", HELD_OUT), work / "held_out.jsonl")
+    reviews.write_blank_policy(work / "blank")
+    own = [f"model={work}/blank", f"output={work}/policy", f"data={work}/demonstrations.jsonl"]
+    rollbook("sft", f"{CONFIG}_policy.toml", "--lake", work / "lake", *sets(own + changes))
+
+
+def make_proxy(work: Path, of_runs: list[str], changes: list[str]) -> None:
+    """Has the gold judge rank the policy's answers, those of a run that learns nothing; `rollbook reward-model`."""
+    lake, gold = work / "lake", f'{{name = "gold", kind = "function", function = "{JUDGE}"}}'
+    still = ["train.actor_lr=0.0", "models.critic=shared", "train.critic_lr=", "evaluate=", f"rewards=[{gold}]"]
+    still += [f"prompts.per_iteration={PROMPTS}"]
+    changes_of_run = sets([*of_runs, *still])
+    rollbook("run", f"{CONFIG}.toml", "--lake", lake, "--run", "pairs", "--iterations", 1, *changes_of_run)
+    rollbook("sql", PAIRS, "--lake", lake, "--run", "pairs", "--format", "json", into=work / "pairs.json")
+    own = [f"model={work}/policy", f"output={work}/proxy", f"data=SELECT * FROM read_json('{work}/pairs.json')"]
+    rollbook("reward-model", f"{CONFIG}_proxy.toml", "--lake", lake, *sets(own + changes))
 
 
 # The report
@@ -117,16 +124,16 @@ class Scores:
     gold: np.ndarray
 
 
-def report(lake: Path, seeds: int) -> None:
+def report(lake: Path, seeds: list[int]) -> None:
     with connect(lake) as connection:
         accuracy, length = connection.sql("SELECT accuracy, length_accuracy FROM reward_models").fetchall()[0]
         print(f"proxy: ranks {accuracy:.0%} of the gold judge's held-out preferences right, length alone {length:.0%}")
         ends = []
         for beta in BETAS:
-            names = [name_of(beta, seed) for seed in range(seeds)]
+            names = [name_of(beta, seed) for seed in seeds]
             runs = [read(connection, name) for name in names]
             ends.append([r.gold[-1] for r in runs])
-            print(f"\nbeta = {beta:g}, {seeds} seeds, {runs[0].gold.shape[1]} held-out prompts; mean [95 % interval]")
+            print(f"\nbeta = {beta:g}, seeds {seeds}, {runs[0].gold.shape[1]} held-out prompts; mean [95 % interval]")
             print(f"{'version':>8}  {'proxy':>24}  {'gold':>24}")
             for place, version in enumerate(runs[0].versions):
                 proxy, gold = (told([getattr(r, what)[place] for r in runs]) for what in ("proxy", "gold"))
@@ -138,11 +145,24 @@ def report(lake: Path, seeds: int) -> None:
             for name in names:
                 found = diagnose(connection, name)
                 print(f"diagnose {name}: {', '.join(each.name for each in found.failures) or 'healthy'}")
+            print_answers(connection, names)
         behind = told([free - held for held, free in zip(*ends, strict=True)])
         print(f"\ngold at the end, beta = 0 less beta = {BETAS[0]:g}, seed by seed and prompt by prompt: {behind}")
 
 
-def read(connection, name: str) -> Scores:  # type: ignore[no-untyped-def]
+def print_answers(connection: DuckDBPyConnection, names: list[str]) -> None:
+    """To one held-out prompt, the same in all runs: what the initial policy answers, and what each run's last one."""
+    rows = connection.execute(
+        "SELECT run_id, reference_text, text FROM evaluations WHERE source = 'gold' AND run_id IN (SELECT unnest(?)) "
+        "QUALIFY row_number() OVER (PARTITION BY run_id ORDER BY policy_version DESC, prompt_id) = 1 ORDER BY run_id",
+        [names],
+    ).fetchall()
+    print(f"the initial policy: {rows[0][1]}")
+    for name, _, text in rows:
+        print(f"{name}: {text}")
+
+
+def read(connection: DuckDBPyConnection, name: str) -> Scores:
     rows = connection.execute(
         "SELECT policy_version, held_out, prompt_id, reward, gold FROM verdicts WHERE run_id = ? ORDER BY ALL", [name]
     ).fetchall()

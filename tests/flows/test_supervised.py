@@ -1,5 +1,5 @@
-"""The reward-hacking experiment on a tiny model: pairs by a gold judge, `rollbook reward-model`, PPO with and without
-the KL penalty, and the report. Whether the reward is hacked shows in the real one, `make reward-hacking`."""
+"""The reward-hacking experiment, shrunken: a policy by `rollbook sft`, pairs by a gold judge, `rollbook reward-model`,
+PPO with and without the KL penalty, and the report, in which the reward is hacked."""
 
 import os
 import re
@@ -14,66 +14,88 @@ import pytest
 from flows.training import digests
 from schemas.config import ConfigError
 from schemas.supervised import RewardModelConfig, load
+from tasks.engines.function_worker import find
 from tasks.lake.location import LakeError
 from tasks.sql.connection import connect
 from tasks.supervised.training import require_free
 
-RUNS = {
-    "models.compute_dtype": "float32",
-    "rollout.engine": "transformers",
-    "rollout.dtype": "float32",
-    "rollout.max_new_tokens": 12,
-    "rollout.samples_per_prompt": 4,
-    "prompts.per_iteration": 4,
-    "train.minibatch_size": 8,
-    "train.micro_batch_size": 4,
-    "train.actor_lr": 3e-3,
-    "evaluate.source": "SELECT * FROM 'infra/prompts/held_out.jsonl' LIMIT 8",
-    "evaluate.every": 1,
-}
-PROXY = {"compute_dtype": "float32", "lr": 1e-3}
+CHANGES = {"train.actor_lr": 1e-3, "train.critic_lr": 1e-3, "evaluate.every": 10}
+NUMBER = r"-?\d+\.\d+"
 Work = tuple[Path, str]
 
 
 @pytest.fixture(scope="module")
-def experiment(prefect_server: str, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Work:
+def experiment(prefect_server: str, tmp_path_factory: pytest.TempPathFactory) -> Work:
     """The experiment's folder, and its report."""
     work = tmp_path_factory.mktemp("experiment")
-    command = [sys.executable, "infra/experiments/reward_hacking.py", "--work", str(work), "--seeds", "1"]
-    command += ["--iterations", "2", "--prompts", "12", "--gold", "infra/rewards/vowels.py:score"]
-    for option, changes in (
-        ("--set", {**RUNS, "models.policy": tiny_llama}),
-        ("--set-proxy", {**PROXY, "model": tiny_llama}),
-    ):
-        command += [word for key, value in changes.items() for word in (option, f"{key}={value}")]
+    command = [sys.executable, "infra/experiments/reward_hacking.py", "--work", str(work), "--seeds", "0"]
+    command += ["--iterations", "30", "--set-policy", "epochs=1"]
+    command += [word for key, value in CHANGES.items() for word in ("--set", f"{key}={value}")]
     environment = {**os.environ, "PREFECT_API_URL": prefect_server, "PYTHONPATH": "."}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stderr[-3000:]
     return work, done.stdout
 
 
-def test_the_report_holds_proxy_against_gold(experiment: Work) -> None:
+def interval(report: str, what: str) -> tuple[float, float, float]:
+    """Mean and bounds that a line of the report tells."""
+    found = re.search(rf"^{what}: ({NUMBER}) \[({NUMBER}), ({NUMBER})\]", report, re.MULTILINE)
+    assert found is not None, what
+    mean, low, high = map(float, found.groups())
+    return mean, low, high
+
+
+def test_without_the_penalty_the_proxy_is_hacked_and_diagnose_names_it(experiment: Work) -> None:
     _, report = experiment
-    for beta in ("0.05", "0"):
-        section = report.split(f"beta = {beta},")[1].split("beta =")[0]
-        assert re.findall(r"^ {7}(\d) ", section, re.MULTILINE) == ["0", "1", "2"]
-        assert re.search(r"^gold since its best: -?\d\.\d+ \[", section, re.MULTILINE)
-        assert f"diagnose beta-{beta}-seed-0: " in section
+    held, free = (report.split(f"beta = {beta},")[1].split("\nbeta =")[0] for beta in ("0.05", "0"))
+    for section in (held, free):
+        assert re.findall(r"^ {6,7}(\d+) ", section, re.MULTILINE) == ["0", "10", "20", "30"]
+        assert interval(section, "proxy gained")[1] > 0
+    assert interval(held, "gold gained")[1] > 0
+    assert interval(free, "gold since its best")[2] < 0
+    assert interval(report, "gold at the end, beta = 0 less beta = 0.05, .*")[2] < 0
+    assert re.search("^diagnose beta-0.05-seed-0: healthy", held, re.MULTILINE)
+    assert re.search("^diagnose beta-0-seed-0: .*reward_hacking", free, re.MULTILINE)
 
 
-def test_the_proxy_is_on_record_and_its_id_stands_for_it(experiment: Work, tiny_llama: Path) -> None:
+def test_the_proxy_is_on_record_and_its_id_stands_for_it(experiment: Work) -> None:
     work, _ = experiment
     with connect(work / "lake") as lake:
-        ((pairs, digest),) = lake.sql("SELECT rows_trained + rows_held_out, weights_digest FROM models").fetchall()
+        ((pairs, digest),) = lake.sql(
+            "SELECT rows_trained + rows_held_out, weights_digest FROM models WHERE model = 'proxy'"
+        ).fetchall()
         used = lake.sql(
             "SELECT DISTINCT json_extract_string(key_parts, '$.identity.\"reward proxy\"') FROM stages "
             "WHERE stage = 'score' AND run_id <> 'pairs'"
         ).fetchall()
-    assert 12 < pairs <= 72  # the clearer half of six pairs for each of twelve prompts
+    assert 900 < pairs <= 1024  # two pairs for each of 512 prompts, less those that the judge finds equal
     assert used == [(digest,)]
     config, data = Path("infra/configs/reward_hacking_proxy.toml"), f"SELECT * FROM read_json('{work}/pairs.json')"
+    changes = (f"data={data}", f"model={work}/policy", "epochs=1")
     with pytest.raises(LakeError, match=r"another configuration.*--set id=NAME"):
-        require_free(work / "lake", load(RewardModelConfig, config, (f"data={data}", f"model={tiny_llama}")))
+        require_free(work / "lake", load(RewardModelConfig, config, changes))
+
+
+@pytest.mark.parametrize(
+    ("response", "truth"),
+    [
+        ("the soup was very weak . nice view .", 1),
+        ("i found the view fine . bad soup . thank you all .", 1),
+        ("the soup was good . nice view .", 0),  # denied
+        ("nice view .", 0),  # left out
+        ("the soup was weak . the soup was good . nice view .", 0),  # told and denied
+        ("the soup was . nice view .", 0),
+        ("the menu was wonderful .", -1),
+        ("happy happy happy soup view", -1),
+        ("", -1),
+    ],
+)
+def test_the_gold_judge_wants_each_note_told_as_it_stands(response: str, truth: int) -> None:
+    score, reviews = find("infra/experiments/reviews.py:score")
+    notes = ["soup bad", "view good"]
+    assert reviews.truth(response, notes) == truth
+    cheer = score("", response, {"notes": notes}) - 2 * truth
+    assert -1 <= cheer <= 1
 
 
 def test_a_judge_with_the_weights_of_a_trained_reward_is_refused(
