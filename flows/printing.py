@@ -38,6 +38,8 @@ def quiet_engines() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     warnings.simplefilter("ignore", FutureWarning)
     logging.getLogger("torch").setLevel(logging.ERROR)
+    # DeepSpeed sets the level of its logger as it is imported; a filter stays.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
 
 
 def plain(value: Any) -> Any:

@@ -19,6 +19,7 @@ import numpy as np
 import reviews
 from duckdb import DuckDBPyConnection
 
+from flows.printing import quiet_engines
 from schemas.ids import derive_seed
 from tasks.sql.connection import connect
 from tasks.sql.diagnose import diagnose
@@ -54,6 +55,7 @@ def main() -> None:
     for option, what in (("--set", "every run"), ("--set-policy", "the policy's sft"), ("--set-proxy", "the proxy")):
         parser.add_argument(option, action="append", default=[], metavar="KEY=VALUE", help=f"override a key of {what}")
     given = parser.parse_args()
+    quiet_engines()
     began = time.perf_counter()
     work, lake = given.work, given.work / "lake"
     make_policy(work, given.set_policy)

@@ -47,6 +47,7 @@ def interval(report: str, what: str) -> tuple[float, float, float]:
 
 def test_without_the_penalty_the_proxy_is_hacked_and_diagnose_names_it(experiment: Work) -> None:
     _, report = experiment
+    assert report.startswith("proxy: ranks ")  # no engine's chatter before it
     held, free = (report.split(f"beta = {beta},")[1].split("\nbeta =")[0] for beta in ("0.05", "0"))
     for section in (held, free):
         assert re.findall(r"^ {6,7}(\d+) ", section, re.MULTILINE) == ["0", "10", "20", "30"]
