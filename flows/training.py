@@ -14,6 +14,7 @@ from tasks.lake.location import Location, lake_at
 from tasks.lake.runs import Run, RunRecord, differences
 from tasks.models.trained import require_targets
 from tasks.pretraining_texts import pretraining_texts
+from tasks.prompt_ids import require_same_ids
 from tasks.prompt_pool import read_pool
 from tasks.sample_prompts import draw
 from tasks.stage import At
@@ -52,6 +53,7 @@ def prepare(lake: Location, config: Config, *, change_config: bool = False) -> R
     with run.lock():
         new = RunRecord(config=config, digests=digests(config))
         require_targets(config)
+        require_same_ids(config)
         pool = read_pool(config.prompts.source).prompts
         draw(config.run.seed, len(pool), config.prompts.per_iteration, 0)  # a pool that is too small fails here
         begun = [k for k in run.iterations() if run.manifest(k, StageName.SAMPLE_PROMPTS)]

@@ -7,14 +7,16 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from schemas.config import Config, PromptsSection
+from schemas.config import Config, ConfigError, PromptsSection
 from schemas.manifest import digest_of
 from schemas.prompts import Rejected
+from tasks.models.loading import load_tokenizer
 from tasks.models.samples import resolve
 from tasks.prompt_pool import Messages, PoolPrompt, PromptError
 from tasks.stage import StageError
 
 _TOKENIZER_FILE = re.compile(r"tokenizer|chat_template|special_tokens|added_tokens|vocab|merges|spiece|sentencepiece")
+_VOCABULARY_FILE = re.compile(r"tokenizer\.(json|model)|vocab|spiece|sentencepiece")
 
 
 def encode(tokenizer: Any, prompt: PoolPrompt, section: PromptsSection, source: str) -> list[int]:
@@ -76,6 +78,30 @@ def own_context(folder: Path) -> int | None:
     """The positions that a model was made for; None where it names none."""
     context = getattr(AutoConfig.from_pretrained(folder).get_text_config(), "max_position_embeddings", None)
     return None if context is None else int(context)
+
+
+def require_same_ids(config: Config) -> None:
+    """Raises ConfigError where the reference or the critic would read a token id of the policy's as another token.
+
+    Such a model fails nowhere; its log-probs and values are those of another text. Ids that it has beyond the policy's
+    do no harm. Of a folder without a tokenizer only the number of its embeddings is known.
+    """
+    ids = load_tokenizer(resolve(config.models.policy)).get_vocab()
+    for role, path in (("reference", config.models.reference), ("critic", config.models.critic_folder)):
+        if path is None or path == config.models.policy:
+            continue
+        folder = resolve(path)
+        has_tokenizer = any(_VOCABULARY_FILE.search(file.name) for file in folder.iterdir())
+        tokens = {at: token for token, at in load_tokenizer(folder).get_vocab().items()} if has_tokenizer else {}
+        known = AutoConfig.from_pretrained(folder).get_text_config().vocab_size
+        for token, at in sorted(ids.items(), key=lambda item: item[1]):
+            if at >= known or tokens.get(at, token) != token:
+                there = "beyond its embeddings" if at >= known else f"{tokens[at]!r} there"
+                raise ConfigError(
+                    f"models.{role} = {path} has another vocabulary than the policy {config.models.policy}: id {at} is "
+                    f"{token!r} to the policy, and {there}. It would score another text; use a model on the policy's "
+                    f"tokenizer"
+                )
 
 
 def tokenizer_digest(folder: Path) -> str:

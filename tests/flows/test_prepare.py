@@ -41,3 +41,39 @@ def test_a_reward_model_with_other_settings_beside_its_weights_is_another(
     (folder / "config.json").write_text(json.dumps(settings | {"score_mean": 3.0}))
     with pytest.raises(ConfigError, match=r"content of rewards\.model settings: \w{12} -> \w{12}"):
         prepare(tmp_lake, config)
+
+
+def another_vocabulary(folder: Path) -> None:
+    """Exchanges the ids of two letters."""
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    ids = tokenizer["model"]["vocab"]
+    ids["a"], ids["b"] = ids["b"], ids["a"]
+    file.write_text(json.dumps(tokenizer))
+
+
+@pytest.mark.parametrize(("role", "sample"), [("reference", "tiny_llama"), ("critic", "tiny_classifier")])
+def test_a_model_that_reads_the_policys_ids_as_other_tokens_is_refused(
+    role: str, sample: str, make_config, tmp_lake: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    folder = Path(shutil.copytree(request.getfixturevalue(sample), tmp_path / "other"))
+    config = make_config(models={role: str(folder)})
+    prepare(tmp_lake, config)
+    another_vocabulary(folder)
+    with pytest.raises(ConfigError, match=rf"models\.{role} = .*other has another vocab.*'a' to the policy, and 'b'"):
+        prepare(tmp_lake / "second", config)
+    assert not (tmp_lake / "second" / "runs" / "r-test" / "configs").exists()
+
+
+def test_a_model_without_a_tokenizer_needs_an_embedding_for_each_id(
+    make_config, tmp_lake: Path, tiny_llama: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(tiny_llama, tmp_path / "other"))
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    config = make_config(models={"reference": str(folder)})
+    prepare(tmp_lake, config)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"vocab_size": 258}))
+    with pytest.raises(ConfigError, match=r"id 258 is .* to the policy, and beyond its embeddings"):
+        prepare(tmp_lake / "second", config)
