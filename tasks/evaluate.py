@@ -15,16 +15,17 @@ from schemas.ids import derive_seed
 from schemas.manifest import StageName, canonical
 from schemas.rewards import RewardStatus
 from schemas.rollouts import FinishReason
-from tasks.engines.rollout_engine import Request, Response, RolloutEngine, Sampling, SyncError
+from tasks.engines.policy_folder import differ_by_weights_alone
+from tasks.engines.rollout_engine import Request, Response, RolloutEngine, Sampling, open_rollout_engine
 from tasks.engines.scorer import Item, Score, scores_by_source
 from tasks.engines.warm import Warm, judges_of, warm
 from tasks.models.loading import load_causal_lm
 from tasks.models.samples import resolve
 from tasks.progress import report
-from tasks.prompt_ids import context_of, encode, encode_response, longest_prompt, rejection, tokenizer_digest
+from tasks.prompt_ids import context_of, encode, encode_response, longest_prompt, rejection
 from tasks.prompt_pool import Pool, PoolPrompt, read_pool
 from tasks.score import rewards_section
-from tasks.stage import At, Committed, Result, StageError, Staging, run_stage
+from tasks.stage import At, Committed, Result, Staging, run_stage
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,8 @@ def _judging(config: Config) -> Config:
 def _identity(config: Config, held: Warm, pools: Mapping[str, Pool]) -> dict[str, str]:
     return {
         **{f"pool {name}": pool.digest for name, pool in pools.items()},
-        "tokenizer": tokenizer_digest(resolve(config.models.policy)),
         "reference": held.reference_digest,
+        **held.settings("policy", "reference"),
         **held.reward_digests,
         **held.judge_digests,
     }
@@ -129,17 +130,18 @@ def _evaluate(
     if not asked:
         return _nothing(staging, dropped)
     engine = held.rollout_engine(version)
+    engine_facts = {**engine.facts, **engine.sampling_facts(sampling)}
     answers = {}
     for each in _due(config, staging.at.iteration, version):
         if each == version:
             answers[each] = _answer(engine, held, asked, sampling)
         else:
-            with _as_folder(engine, held, version, resolve(config.models.policy)):
-                answers[each] = _answer(engine, held, asked, sampling)
+            with _engine_of(resolve(config.models.policy), held, version) as initial:
+                answers[each] = _answer(initial, held, asked, sampling)
     reference = _earlier(staging.at, section, shared, facts)
     if reference is None:
-        with _as_folder(engine, held, version, resolve(config.models.reference or config.models.policy)):
-            reference = _by_place(asked, _answer(engine, held, asked, sampling))
+        with _engine_of(resolve(config.models.reference or config.models.policy), held, version) as other:
+            reference = _by_place(asked, _answer(other, held, asked, sampling))
 
     rows = [
         {
@@ -159,7 +161,7 @@ def _evaluate(
         for source, score in scores.items()
     ]
     columns = {name: [row[name] for row in rows] for name in COLUMNS}
-    staging.write("evaluations", columns, {**engine.facts, **engine.sampling_facts(sampling)})
+    staging.write("evaluations", columns, engine_facts)
     return Result(rows_used=len(asked), rows_dropped=dropped, facts=facts)
 
 
@@ -254,22 +256,26 @@ def _response_logp(engine: RolloutEngine, asked: list[Ask]) -> list[Score | None
 
 
 @contextmanager
-def _as_folder(engine: RolloutEngine, held: Warm, version: int, folder: Path) -> Iterator[None]:
-    """The warm engine with the weights of a folder, and with those of `version` again once the block has ended.
+def _engine_of(folder: Path, held: Warm, version: int) -> Iterator[RolloutEngine]:
+    """An engine that holds the model of a folder.
 
-    The very engine that answers for the policy, so that the two differ by their weights alone.
+    One that differs from the policy by its weights alone is lent the warm engine, which has those of `version` again
+    once the block has ended. Another one gets an engine of its own, and the policy's makes room for it.
     """
-    try:
+    if not differ_by_weights_alone(folder, resolve(held.config.models.policy)):
+        held.discard_rollout_engine()
+        engine = open_rollout_engine(held.config, folder, held.tokenizer)
         try:
-            adapted = held.config.models.lora is not None
-            bare = held.learner(version).base_tensors() if adapted else load_causal_lm(folder).named_parameters()
-            engine.sync(NO_VERSION, bare)
-        except SyncError as error:
-            raise StageError(
-                f"the reference {folder} can't answer the held-out prompts, because its weights don't fit the policy's "
-                f"engine ({error}); leave evaluate.source out, or use a reference of the policy's architecture"
-            ) from error
-        yield
+            yield engine
+        finally:
+            engine.close()
+        return
+    engine = held.rollout_engine(version)
+    try:
+        adapted = held.config.models.lora is not None
+        bare = held.learner(version).base_tensors() if adapted else load_causal_lm(folder).named_parameters()
+        engine.sync(NO_VERSION, bare)
+        yield engine
         engine.sync(version, held.learner(version).actor_tensors())
     except BaseException:
         held.discard_rollout_engine()  # it holds the weights of no admitted version

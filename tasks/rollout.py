@@ -16,7 +16,7 @@ from tasks.engines.rollout_engine import Request, Response, RolloutEngine, Sampl
 from tasks.engines.warm import warm
 from tasks.models.samples import resolve
 from tasks.progress import report
-from tasks.prompt_ids import context_of, tokenizer_digest
+from tasks.prompt_ids import context_of
 from tasks.stage import At, Committed, Result, Staging, run_stage
 
 
@@ -44,7 +44,7 @@ def rollout(at: At, prompts: Committed) -> Committed:
         "rollout": config.rollout.model_dump(mode="json"),
         "stop_token_ids": list(stop_token_ids(folder, held.tokenizer)),
     }
-    identity = {"policy": held.policy_digest(version), "tokenizer": tokenizer_digest(folder)}
+    identity = {"policy": held.policy_digest(version), **held.settings("policy")}
     return run_stage(
         at, StageName.ROLLOUT, _rollout, section=section, version=version, inputs=[prompts], identity=identity
     )

@@ -59,6 +59,7 @@ def score(at: At, rollouts: Committed) -> Committed:
         inputs=[prompts_of(at, rollouts), rollouts],
         identity={
             **held.reward_digests,
+            **held.settings("policy", "reference", "critic"),
             "learner": held.policy_digest(version),
             "reference": held.reference_digest,
             **({} if critic is None else {"critic": critic}),

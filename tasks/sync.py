@@ -26,7 +26,7 @@ def sync(at: At, rollouts: Committed, update: Committed) -> Committed:
     Raises StageError where engine and learner disagree on the probe batch by more than `sync.tolerance`, or the update
     left the weights as they were; the version is then not admitted.
     """
-    config = at.config
+    config, held = at.config, warm(at)
     section = {
         "sync": config.sync.model_dump(mode="json"),
         "rollout": config.rollout.model_dump(mode="json"),
@@ -39,7 +39,7 @@ def sync(at: At, rollouts: Committed, update: Committed) -> Committed:
         section=section,
         version=rollouts.policy_version,
         inputs=[rollouts, update],
-        identity={"policy": warm(at).policy_digest(update.policy_version)},
+        identity={"policy": held.policy_digest(update.policy_version), **held.settings("policy")},
     )
 
 

@@ -20,7 +20,7 @@ def train(at: At, rollouts: Committed, experience: Committed) -> Committed:
     The version rises by one where at least one step was applied (convention C7). The learner state is saved every
     `checkpoint.every` iterations and after the last one of the run.
     """
-    config = at.config
+    config, held = at.config, warm(at)
     read = ADVANTAGES_READ | {"gamma"} if config.train.time_weight else ADVANTAGES_READ
     section = {
         "train": config.train.model_dump(mode="json"),
@@ -37,8 +37,9 @@ def train(at: At, rollouts: Committed, experience: Committed) -> Committed:
         version=experience.policy_version,
         inputs=[rollouts, experience],
         identity={
-            "policy": warm(at).policy_digest(experience.policy_version),
-            **({"reference": warm(at).reference_digest} if config.advantages.exact_kl_in_loss else {}),
+            "policy": held.policy_digest(experience.policy_version),
+            **({"reference": held.reference_digest} if config.advantages.exact_kl_in_loss else {}),
+            **held.settings("policy", "reference", "critic"),
             **({} if (texts := pretraining_texts(config)) is None else {"ptx": texts.digest}),
         },
     )

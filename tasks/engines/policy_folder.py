@@ -10,6 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from tasks.engines.rollout_engine import SyncError
 
+OF_FILE = {"_name_or_path", "transformers_version", "dtype"}
+"""What a config.json says of its file rather than of the model."""
+
 
 @dataclass(frozen=True)
 class PolicyFolder:
@@ -86,6 +89,12 @@ class Transfer:
                 yield known_as, tensor.detach()
         if missing := sorted(self.folder.names.keys() - sent):
             raise SyncError(f"weight sync: {len(missing)} of {len(self.folder.names)} tensors are missing: {missing}")
+
+
+def differ_by_weights_alone(path: Path, other: Path) -> bool:
+    """Whether an engine that was opened on one folder computes what the other's model does, once it has its weights."""
+    of_path, of_other = (AutoConfig.from_pretrained(folder).to_dict() for folder in (path, other))
+    return all(of_path.get(name) == of_other.get(name) for name in (of_path.keys() | of_other.keys()) - OF_FILE)
 
 
 def stop_token_ids(path: Path, tokenizer: Any) -> tuple[int, ...]:

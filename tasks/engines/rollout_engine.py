@@ -12,7 +12,7 @@ import torch
 
 from schemas.config import Config
 from schemas.rollouts import FinishReason
-from tasks.prompt_ids import own_context
+from tasks.prompt_ids import context_of, own_context
 from tasks.stage import StageError
 
 
@@ -128,15 +128,16 @@ class SyncError(StageError):
 
 
 def open_rollout_engine(config: Config, folder: Path, tokenizer: Any) -> RolloutEngine:
-    """The configured engine, holding the initial policy (version 0) from a folder in Hugging Face layout.
+    """The configured engine, holding the model of a folder in Hugging Face layout as version 0: the initial policy, or
+    a reference that is another model.
 
-    Raises StageError where `rollout.max_model_len` passes what the model was made for.
+    Raises StageError where `rollout.max_model_len`, or else the policy's context, passes what the model was made for.
     """
-    own = own_context(folder)
-    if own is not None and (config.rollout.max_model_len or 0) > own:
+    own, context = own_context(folder), context_of(config)
+    if own is not None and context > own:
         raise StageError(
-            f"rollout.max_model_len = {config.rollout.max_model_len}, but the model in {folder} knows {own} positions; "
-            f"lower it to {own}, or leave it out"
+            f"the model in {folder} knows {own} positions, and a prompt with its response may take {context}; set "
+            f"rollout.max_model_len to {own} or less"
         )
     if config.rollout.engine == "vllm":
         from tasks.engines.vllm_engine import open_vllm

@@ -83,6 +83,17 @@ class Warm:
         """The digests of every judge that is a model, see content_digests."""
         return _digests("judge", judges_of(self.config))
 
+    def settings(self, *roles: str) -> dict[str, str]:
+        """The digests of what the folders of policy, reference and critic say beside their weights, tokenizers among
+        it; a reference or critic without a folder of its own has the policy's."""
+        return {f"{role} settings": self._settings[role] for role in roles if role in self._settings}
+
+    @cached_property
+    def _settings(self) -> dict[str, str]:
+        models = self.config.models
+        folders = {"policy": models.policy, "reference": models.reference, "critic": models.critic_folder}
+        return {role: settings_digest(resolve(path)) for role, path in folders.items() if path}
+
     def policy_digest(self, version: int) -> str:
         """The weights digest of the actor of a version, as it was trained."""
         return self.initial_digest if version == 0 else str(self.trained(version).facts["actor_digest"])

@@ -1,6 +1,7 @@
 """The evaluate stage behind real ones: when it is due, that policy and reference differ by their weights alone."""
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from schemas.evaluations import RESPONSE_LOGP
 from schemas.manifest import StageName
@@ -109,6 +111,23 @@ def test_the_reference_answers_once_a_run(start: Start, config_of: Any, monkeypa
     assert [row["text"] for row in rows_of(first)] != [row["text"] for row in rows_of(second)]
 
 
+def test_a_reference_with_other_settings_beside_its_weights_answers_again(
+    start: Start, config_of: Any, tiny_llama: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "reference"
+    shutil.copytree(tiny_llama, folder)
+    config = config_of(models={"reference": str(folder)}, train={"actor_lr": 0.0})
+    first, second = start(config, 0), start(config, 1)
+    evaluate(first, updated(first))
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"rms_norm_eps": 1.0}))
+    close_all()
+    evaluate(second, updated(second))
+    before, after = (at.run.committed(at.iteration, StageName.EVALUATE) for at in (first, second))
+    assert before.key_parts["identity"]["reference"] == after.key_parts["identity"]["reference"]  # the weights
+    assert {row["reference_text"] for row in rows_of(first)} != {row["reference_text"] for row in rows_of(second)}
+
+
 def test_after_the_reference_the_engine_holds_the_policy_again(start: Start, config_of: Any) -> None:
     """And a cold process commits the same evaluation as a warm one."""
     config = config_of(train={"actor_lr": 0.05})
@@ -142,15 +161,37 @@ def test_another_reference_answers_for_itself(start: Start, config_of: Any, tmp_
     assert {row["policy_version"] for row in rows_of(alone)} == {1}
 
 
-def test_a_reference_that_doesnt_fit_the_engine_is_named(start: Start, config_of: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+@pytest.mark.parametrize("changes", [{"num_hidden_layers": 3}, {"rms_norm_eps": 0.1}], ids=["deeper", "same shapes"])
+def test_a_reference_of_another_architecture_answers_by_its_own(
+    start: Start, config_of: Any, changes: Any, engine: str, tmp_path: Path
+) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    other = tmp_path / "deeper"
-    LlamaForCausalLM(LlamaConfig(**samples._tiny_config(num_hidden_layers=3))).save_pretrained(other)
+    other = tmp_path / "other"
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**samples._tiny_config(**changes))).save_pretrained(other)
+    samples._byte_tokenizer(other)
+    shared = {"rollout": {"engine": engine}, "train": {"actor_lr": 0.0}}
+    at = start(config_of(models={"reference": str(other)}, **shared))
+    evaluate(at, updated(at))
+    assert warm(at).rollout_engine(1).version == 1
+    alone = start(config_of(models={"policy": str(other)}, **shared), 0, tmp_path / "alone")
+    evaluate(alone, updated(alone))
+    mine = [row for row in rows_of(at) if row["policy_version"] == 1]
+    assert [row["reference_text"] for row in mine] == [row["text"] for row in rows_of(alone)]
+    assert [row["reference_text"] for row in mine] != [row["text"] for row in mine]
+
+
+def test_a_reference_whose_context_is_too_short_is_named(start: Start, config_of: Any, tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    other = tmp_path / "short"
+    LlamaForCausalLM(LlamaConfig(**samples._tiny_config(max_position_embeddings=64))).save_pretrained(other)
     samples._byte_tokenizer(other)
     at = start(config_of(models={"reference": str(other)}))
     policy = updated(at)
-    with pytest.raises(StageError, match=r"the reference .*deeper can't answer the held-out prompts"):
+    with pytest.raises(StageError, match=r"short knows 64 positions.*128; set rollout.max_model_len to 64"):
         evaluate(at, policy)
     assert warm(at).rollout_engine(1).version == 1
 

@@ -349,6 +349,6 @@ def test_the_key_names_what_was_scored_with_and_no_path(
     assert str(tiny_classifier) not in json.dumps(manifest.key_parts)
     held = warm(at)
     assert manifest.key_parts["identity"]["learner"] == held.policy_digest(0)
-    assert {"reward rm", "reward rm settings"} <= manifest.key_parts["identity"].keys()
+    assert {"reward rm", "reward rm settings", "policy settings"} <= manifest.key_parts["identity"].keys()
     assert set(manifest.key_parts["inputs"]) == {"sample_prompts", "rollout"}
     assert prompts_of(at, rollouts).digest == manifest.key_parts["inputs"]["sample_prompts"]
