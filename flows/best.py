@@ -2,6 +2,7 @@
 
 from typing import Annotated, Any
 
+import duckdb
 import typer
 from rich.markup import escape
 
@@ -12,7 +13,8 @@ from tasks.lake.runs import open_run
 from tasks.sql.connection import connect, dicts
 
 VERSIONS = (
-    "SELECT f.policy_version, f.iteration, f.prompts, f.gold, f.gold - 1.96 * f.gold_error AS gold_low, "
+    "SELECT f.policy_version, f.iteration, f.prompts, f.judged, c.prompts AS compared, f.gold, "
+    "f.gold - 1.96 * f.gold_error AS gold_low, "
     "f.gold + 1.96 * f.gold_error AS gold_high, f.reward, f.kl, f.perplexity, c.win_rate, c.win_rate_low, "
     "c.win_rate_high, c.length_controlled_win_rate FROM frontier AS f LEFT JOIN comparisons AS c "
     "ON c.run_id = f.run_id AND c.policy_version = f.policy_version AND c.against = 'reference' "
@@ -42,7 +44,8 @@ def best(
         versions = dicts(connection.execute(VERSIONS, {"run_id": found.run_id, "measure": measure}))
         scored = [row for row in versions if row[measure] is not None]
         if not scored:
-            raise LakeError(_nothing_to_judge(found.run_id, bool(versions)))
+            judged = _has_judge(connection, found.run_id)
+            raise LakeError(_nothing_to_judge(found.run_id, bool(versions), judged))
         chosen = max(scored, key=lambda row: row[measure])
         rewarded = max(
             (row for row in versions if row["reward"] is not None), key=lambda row: row["reward"], default=None
@@ -70,11 +73,18 @@ def best(
     print_table(console, None, heads, [{name: row[name] for name in shown} for row in versions])
     console.print(
         f"run {escape(found.run_id)}: version [bold]{chosen['policy_version']}[/] has the best {measure}, "
-        f"{_interval(measure, chosen)}; it wins {chosen['win_rate']:.0%} [{chosen['win_rate_low']:.0%}, "
-        f"{chosen['win_rate_high']:.0%}] of {chosen['prompts']} prompts against the reference, "
-        f"{chosen['length_controlled_win_rate']:.0%} at equal length",
+        f"{_interval(measure, chosen)}; {_against_reference(chosen)}",
         highlight=False,
     )
+    partly = [row for row in versions if row["judged"] < row["prompts"]]
+    if partly and not by_reward:
+        worst = min(partly, key=lambda row: row["judged"])
+        console.print(
+            f"[yellow]warning:[/] a judge failed on some prompts; of version {worst['policy_version']} it judged "
+            f"{worst['judged']} of {worst['prompts']}, so that these means are not over the same prompts. "
+            f"`rollbook audit` counts the failures",
+            highlight=False,
+        )
     if lead is not None and rewarded is not None:
         console.print(
             f"version {rewarded['policy_version']} has the highest reward, and {lead['difference']:.3g} ± "
@@ -83,14 +93,33 @@ def best(
         )
 
 
+def _against_reference(row: dict[str, Any]) -> str:
+    if row["win_rate"] is None:
+        return "no answer of the reference has a score to compare with"
+    return (
+        f"it wins {row['win_rate']:.0%} [{row['win_rate_low']:.0%}, {row['win_rate_high']:.0%}] of {row['compared']} "
+        f"prompts against the reference, {row['length_controlled_win_rate']:.0%} at equal length"
+    )
+
+
 def _interval(measure: str, row: dict[str, Any]) -> str:
     return f"{row[measure]:.3g}" + (f" [{row['gold_low']:.3g}, {row['gold_high']:.3g}]" if measure == "gold" else "")
 
 
-def _nothing_to_judge(run_id: str, evaluated: bool) -> str:
+def _has_judge(connection: duckdb.DuckDBPyConnection, run_id: str) -> bool:
+    rows = connection.execute("SELECT 1 FROM heldout WHERE run_id = ? AND gold_weight IS NOT NULL LIMIT 1", [run_id])
+    return bool(rows.fetchall())
+
+
+def _nothing_to_judge(run_id: str, evaluated: bool, judged: bool) -> str:
     if not evaluated:
         return (
             f"run {run_id} has no evaluation yet; it takes evaluate.source, and an iteration that evaluate.every names"
+        )
+    if judged:
+        return (
+            f"run {run_id} has a gold judge, which failed on every held-out answer; `rollbook audit` counts the "
+            f"failures. Mend it, or believe the trained reward with --by-reward"
         )
     return (
         f"run {run_id} has no gold judge; add one that nobody trains on under [[evaluate.judges]], or believe the "

@@ -37,6 +37,7 @@ class Point:
     outcome: float = 0.5
     gold: float | None = None
     gold_spread: float = 0.0  # between neighbouring held-out prompts
+    gold_failed: int = 0  # held-out prompts on which the judge fails
     heldout: float = 0.5
     entropy: float = 3.0
     approx_kl: float = 0.01
@@ -273,6 +274,7 @@ def _write_iteration(at: At, config: Config, point: Point, vocabulary: int) -> N
     def write_evaluations(staging: Staging) -> Result:
         level, spread = {"proxy": point.heldout, "gold": point.gold}, {"proxy": 0.0, "gold": point.gold_spread}
         asked = [(f"h-{row}", source.name) for row in range(HELD_OUT) for source in config.rewards]
+        failed = {("gold", f"h-{row}") for row in range(point.gold_failed)}
         of_prompt = {f"h-{row}": row - (HELD_OUT - 1) / 2 for row in range(HELD_OUT)}
         given = {
             "policy_version": [version + 1] * len(asked),
@@ -283,13 +285,15 @@ def _write_iteration(at: At, config: Config, point: Point, vocabulary: int) -> N
             "text": [f"answer {prompt} {version}" for prompt, _ in asked],
             "finish_reason": ["stop"] * len(asked),
             "score": [
-                float(level[source] + spread[source] * of_prompt[prompt] + rng.normal(0, 0.05))
+                None
+                if (source, prompt) in failed
+                else float(level[source] + spread[source] * of_prompt[prompt] + rng.normal(0, 0.05))
                 for prompt, source in asked
             ],
-            "status": ["ok"] * len(asked),
+            "status": ["error" if (source, prompt) in failed else "ok" for prompt, source in asked],
             "reference_len": [2] * len(asked),
-            "reference_score": [0.0] * len(asked),
-            "reference_status": ["ok"] * len(asked),
+            "reference_score": [None if (source, prompt) in failed else 0.0 for prompt, source in asked],
+            "reference_status": ["error" if (source, prompt) in failed else "ok" for prompt, source in asked],
         }
         write(staging, "evaluations", len(asked), given)
         return Result(HELD_OUT)

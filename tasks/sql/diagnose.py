@@ -175,7 +175,9 @@ def _unmeasured(
     if "value_collapse" in missing:
         missing["value_collapse"] = "it takes two iterations with a critic"
     if "reward_hacking" in missing:
-        missing["reward_hacking"] = "it takes two held-out evaluations (evaluate.source, evaluate.every)"
+        missing["reward_hacking"] = (
+            "it takes two held-out evaluations (evaluate.source, evaluate.every) that every gold judge has scores of"
+        )
     elif not connection.execute(
         "SELECT bool_or(gold_weight IS NOT NULL) FROM heldout WHERE run_id = ?", [run_id]
     ).fetchall()[0][0]:

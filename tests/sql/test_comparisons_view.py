@@ -98,3 +98,43 @@ def test_best_is_the_version_with_the_most_gold_not_the_most_reward(tmp_lake: Pa
     told = invoke("best", "--lake", tmp_lake).stdout
     assert "version 3 has the best gold" in told
     assert "version 5 has the highest reward" in told
+
+
+def test_what_a_judge_failed_on_is_not_counted_and_said(tmp_lake: Path) -> None:
+    write_run(tmp_lake, curve(3, gold=[0.3, 0.5, 0.6], gold_failed=[0, 3, 0]))
+    found = json.loads(invoke("best", "--lake", tmp_lake, "--format", "json").stdout)
+    judged = {row["policy_version"]: (row["prompts"], row["judged"], row["compared"]) for row in found["versions"]}
+    assert judged[2] == (8, 5, 5)
+    assert judged[3] == (8, 8, 8)
+    told = " ".join(invoke("best", "--lake", tmp_lake).stdout.split())
+    assert "of version 2 it judged 5 of 8" in told
+    told = " ".join(invoke("audit", "--lake", tmp_lake).stdout.split())
+    assert "3 of 8 held-out answers of version 2 have no score ([error])" in told
+
+
+def test_a_judge_that_failed_everywhere_is_not_called_absent(tmp_lake: Path) -> None:
+    write_run(tmp_lake, curve(2, gold=[0.3], gold_failed=[8]))
+    refused = invoke("best", "--lake", tmp_lake)
+    assert refused.exit_code == 1
+    assert "has a gold judge, which failed on every held-out answer" in refused.stderr
+
+
+def test_an_iteration_that_made_no_version_counts_the_initial_policy_once() -> None:
+    """It evaluates version 0 itself: as what it made, as the initial policy, and by the reference's rows."""
+    with open_snapshot(Snapshot(Path(), (), {})) as connection:
+        for name in ("evaluations", "heldout"):
+            connection.execute(f"CREATE TABLE written AS FROM {name}; DROP VIEW IF EXISTS {name}")
+            connection.execute(f"DROP TABLE IF EXISTS {name}; ALTER TABLE written RENAME TO {name}")
+        for prompt, score in (("p-0", 1.0), ("p-1", 0.0)):
+            connection.execute(
+                "INSERT INTO evaluations BY NAME SELECT 'r' AS run_id, 0 AS iteration, 0 AS policy_version, "
+                "'held_out' AS held_out, ? AS prompt_id, 'gold' AS source, ? AS score, ? AS reference_score, "
+                "[5, 2] AS response_token_ids, 2 AS reference_len",
+                [prompt, score, score],
+            )
+        connection.execute(
+            "INSERT INTO heldout BY NAME SELECT run_id, iteration, policy_version, held_out, prompt_id, source, score, "
+            "reference_score, 2 AS response_len, reference_len, 0.0 AS weight, 1.0 AS gold_weight FROM evaluations"
+        )
+        found = connection.sql("SELECT prompt_id, gold, reference_gold FROM verdicts ORDER BY ALL").fetchall()
+    assert found == [("p-0", 1.0, 1.0), ("p-1", 0.0, 0.0)]

@@ -1,6 +1,7 @@
 -- one row an evaluated policy version: gold and reward against the KL it cost, over iterations and runs
 WITH scored AS (
     SELECT run_id, policy_version, any_value(iteration) AS iteration, count(*) AS prompts,
+        count(gold) AS judged,
         avg(gold) AS gold, stddev_samp(gold) / sqrt(count(gold)) AS gold_error, avg(reward) AS reward,
     FROM verdicts
     GROUP BY ALL
@@ -25,7 +26,8 @@ SELECT
     policy_version,
     iteration, -- the iteration that evaluated it
     prompts, -- held-out prompts, all sets together
-    gold, -- mean gold score on them; null without a judge
+    judged, -- of these, the ones with a gold score: no judge failed on them
+    gold, -- mean gold score of those; null without any
     gold_error, -- its standard error
     reward, -- mean weighted sum of the trained rewards on them
     kl, -- [nats] mean over samples of the summed k1 to the reference, where it was sampled with; null for a version that never was
