@@ -7,9 +7,9 @@ from prefect.artifacts import create_progress_artifact, update_progress_artifact
 
 from flows.iteration import iteration
 from flows.reconcile import mark_the_dead
-from schemas.config import Config, ConfigError
+from schemas.config import Config, ConfigError, RewardSource
 from schemas.manifest import StageName
-from tasks.engines.warm import content_digests, judges_of, resources, warm
+from tasks.engines.warm import content_digests, function_digests, judges_of, resources, warm
 from tasks.lake.location import Location, lake_at
 from tasks.lake.runs import Run, RunRecord, differences
 from tasks.models.trained import require_targets
@@ -81,7 +81,8 @@ def prepare(lake: Location, config: Config, *, change_config: bool = False) -> R
 
 
 def digests(config: Config) -> dict[str, str]:
-    """Content digests of every model and prompt pool that a configuration names, a model's weights and its settings."""
+    """Content digests of all that a configuration names: models, their weights and their settings, files of reward
+    functions, prompt pools."""
     named = {
         "policy": config.models.policy,
         "reference": config.models.reference,
@@ -95,20 +96,28 @@ def digests(config: Config) -> dict[str, str]:
     texts = pretraining_texts(config)
     found = {
         **content_digests(models),
+        **{f"rewards.{name}": digest for name, digest in function_digests(config.rewards).items()},
+        **{f"judges.{name}": digest for name, digest in function_digests(judges_of(config)).items()},
         **{name: read_pool(source).digest for name, source in pools.items()},
         **({} if texts is None else {"train.ptx_source": texts.digest}),
     }
-    _refuse_trained_weights(config, found)
+    _refuse_trained_judges(config, found)
     return found
 
 
-def _refuse_trained_weights(config: Config, found: dict[str, str]) -> None:
-    """Raises ConfigError where a judge has the weights of a reward model, whatever folder they lie in."""
-    trained = {found[f"rewards.{name}"]: r.name for r in config.rewards if r.weight != 0 for name in r.folders}
+def _refuse_trained_judges(config: Config, found: dict[str, str]) -> None:
+    """Raises ConfigError where a judge has the weights of a reward model or is a reward's function, wherever they lie
+    and however their place is spelled."""
+
+    def contents(source: RewardSource, role: str) -> set[str]:
+        names = (f"{role}.{name}" for name in (*source.folders, f"{source.name} function"))
+        return {found[name] for name in names if name in found}
+
     for judge in judges_of(config):
-        for name in judge.folders:
-            if (reward := trained.get(found[f"judges.{name}"])) is not None:
+        for reward in config.rewards:
+            if reward.weight != 0 and contents(judge, "judges") & contents(reward, "rewards"):
+                what = "weights" if judge.folders else "function"
                 raise ConfigError(
-                    f"evaluate.judges: {judge.name!r} has the weights of the reward {reward!r}, which the policy is "
-                    f"trained on; use another judge, or force it by giving it that name"
+                    f"evaluate.judges: {judge.name!r} has the {what} of the reward {reward.name!r}, which the policy "
+                    f"is trained on; use another judge, or force it by giving it that name"
                 )

@@ -5,10 +5,13 @@ the lake. Warm or cold, the bytes are the same.
 """
 
 import gc
+import hashlib
+import importlib.util
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from schemas.config import Config, RewardSource
@@ -75,12 +78,12 @@ class Warm:
 
     @cached_property
     def reward_digests(self) -> dict[str, str]:
-        """The digests of every reward model, see content_digests."""
+        """The digests of every reward model and function, see content_digests and function_digests."""
         return _digests("reward", self.config.rewards)
 
     @cached_property
     def judge_digests(self) -> dict[str, str]:
-        """The digests of every judge that is a model, see content_digests."""
+        """The same of every judge."""
         return _digests("judge", judges_of(self.config))
 
     def settings(self, *roles: str) -> dict[str, str]:
@@ -239,7 +242,30 @@ class Warm:
 
 
 def _digests(role: str, sources: tuple[RewardSource, ...]) -> dict[str, str]:
-    return content_digests({f"{role} {name}": path for source in sources for name, path in source.folders.items()})
+    models = {f"{role} {name}": path for source in sources for name, path in source.folders.items()}
+    return content_digests(models) | {f"{role} {name}": digest for name, digest in function_digests(sources).items()}
+
+
+def function_digests(sources: Iterable[RewardSource]) -> dict[str, str]:
+    """For each source that is a Python function, under `<name> function`, the digest of its file's bytes and its name
+    there. None of a module that isn't found: whoever opens the source says so."""
+    found = {}
+    for source in sources:
+        if source.function is not None and (file := _file_of(source.function)) is not None:
+            of_file = hashlib.sha256(file.read_bytes()).hexdigest()
+            found[f"{source.name} function"] = digest_of([of_file, source.function.rpartition(":")[2]])
+    return found
+
+
+def _file_of(function: str) -> Path | None:
+    where = function.rpartition(":")[0]
+    if not where.endswith(".py"):
+        try:
+            module = importlib.util.find_spec(where)
+        except (ImportError, ValueError):
+            return None
+        where = (module and module.origin) or ""
+    return Path(where) if Path(where).is_file() else None
 
 
 def content_digests(models: Mapping[str, str]) -> dict[str, str]:

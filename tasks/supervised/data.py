@@ -4,6 +4,7 @@ A response ends with the tokenizer's EOS, as one that a policy ended by itself d
 """
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -75,6 +76,8 @@ def preferences(config: Supervised, tokenizer: Any, context: int | None) -> Rows
         margin, source = given.get("margin"), given.get("source")
         if margin is not None and (isinstance(margin, bool) or not isinstance(margin, (int, float))):
             raise PromptError(f"{where}: `margin` must be a number, not {margin!r}")
+        if margin is not None and not math.isfinite(margin):
+            raise PromptError(f"{where}: `margin` must be a finite number, not {margin!r}")
         source = None if source is None else str(source)
         return Preference(prompt.prompt_id, ids, chosen, rejected, margin or 0.0, source)
 

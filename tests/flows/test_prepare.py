@@ -77,3 +77,32 @@ def test_a_model_without_a_tokenizer_needs_an_embedding_for_each_id(
     (folder / "config.json").write_text(json.dumps(settings | {"vocab_size": 258}))
     with pytest.raises(ConfigError, match=r"id 258 is .* to the policy, and beyond its embeddings"):
         prepare(tmp_lake / "second", config)
+
+
+def test_a_reward_function_whose_file_was_edited_is_another(make_config, tmp_lake: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def score(prompt, response, metadata):\n    return 0.0\n")
+    config = make_config(rewards=[{"name": "mine", "kind": "function", "function": f"{file}:score"}])
+    run = prepare(tmp_lake, config)
+    run_stage(At(str(tmp_lake), run.run_id, 0), StageName.SAMPLE_PROMPTS, lambda _: Result(0), section={}, version=0)
+    assert prepare(tmp_lake, config).run_id == run.run_id
+    file.write_text(file.read_text().replace("0.0", "100.0"))
+    with pytest.raises(ConfigError, match=r"content of rewards\.mine function: \w{12} -> \w{12}"):
+        prepare(tmp_lake, config)
+
+
+def test_a_judge_that_is_a_rewards_function_is_refused_however_its_place_is_spelled(
+    make_config, tmp_lake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text("def score(*given):\n    return 0.0\n\n\ndef gold(*given):\n    return 1.0\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def config(judge: str):
+        rewards = [{"name": "mine", "kind": "function", "function": "mine.py:score"}]
+        return make_config(rewards=rewards, evaluate={"judges": [{"name": "g", "kind": "function", "function": judge}]})
+
+    prepare(tmp_lake, config("./mine.py:gold"))
+    for judge in ("./mine.py:score", f"{tmp_path}/mine.py:score", "mine:score"):
+        with pytest.raises(ConfigError, match=r"evaluate.judges: 'g' has the function of the reward 'mine'"):
+            prepare(tmp_lake / "second", config(judge))
