@@ -55,8 +55,12 @@ def _live(console: Console, iterations: int) -> Iterator[None]:
                 bar.update(task, completed=done, total=total, note=note)
             case progress.Done(stage, iteration, facts, stage_seconds):
                 seconds += stage_seconds
-                if stage is StageName.ADVANTAGES and facts["outcome_mean"] is not None:
-                    metrics = f"reward {facts['outcome_mean']:.3f}  KL {facts['kl_mean']:.3f}"
+                if stage is StageName.ADVANTAGES:
+                    metrics = (
+                        "no sample has an outcome (`rollbook diagnose` says why)"
+                        if facts["outcome_mean"] is None
+                        else f"reward {facts['outcome_mean']:.3f}  KL {facts['kl_mean']:.3f}"
+                    )
                     bar.update(task, metrics=metrics)
                 if stage is StageName.EVALUATE:
                     console.print(

@@ -35,6 +35,7 @@ class Point:
     engine_gap: float = 1e-5
     distinct: bool = True
     outcome: float = 0.5
+    unscored: float = 0.0  # share of the samples on which every source fails
     gold: float | None = None
     gold_spread: float = 0.0  # between neighbouring held-out prompts
     gold_failed: int = 0  # held-out prompts on which the judge fails
@@ -206,7 +207,8 @@ def _write_iteration(at: At, config: Config, point: Point, vocabulary: int) -> N
 
     def write_scores(staging: Staging) -> Result:
         sources = len(config.rewards)
-        raw = np.repeat(outcomes, sources)
+        failed = np.repeat(np.arange(rows) < point.unscored * rows, sources)
+        raw = pa.array(np.repeat(outcomes, sources), mask=failed)
         given = {
             "sample_id": [sample for sample in samples for _ in config.rewards],
             "source": [source.name for source in config.rewards] * rows,
@@ -214,7 +216,8 @@ def _write_iteration(at: At, config: Config, point: Point, vocabulary: int) -> N
             "raw": raw,
             "value": raw,
             "weight": np.tile([source.weight for source in config.rewards], rows).astype(np.float32),
-            "status": ["ok"] * (rows * sources),
+            "status": np.where(failed, "error", "ok").tolist(),
+            "detail": [("KeyError: 'answer'" if of else None) for of in failed],
         }
         write(staging, "rewards", rows * sources, given)
         forwards = {

@@ -38,6 +38,7 @@ FAILING = {
     ),
     "length_drift": (curve(5, length=[12, 12, 16, 30, 60]), "length_ratio", 3),
     "engine_mismatch": (curve(5, engine_gap=[1e-5, 1e-5, 0.01, 0.3]), "engine_gap_float32", 2),
+    "reward_failure": (curve(4, unscored=[0.0, 0.05, 0.5, 1.0]), "unscored_share", 2),
     "reward_hacking": (
         curve(5, outcome=[0.5, 0.7, 0.9, 1.2, 1.5], gold=[0.3, 0.5, 0.6, 0.3, 0.0], heldout=[0.5, 0.7, 1.0, 1.2, 1.5]),
         "gold_fall",

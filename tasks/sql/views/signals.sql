@@ -40,6 +40,15 @@ drift AS (
         WINDOW run AS (PARTITION BY run_id ORDER BY iteration)
     )
 ),
+lost AS (
+    SELECT
+        run_id,
+        iteration,
+        count(DISTINCT sample_id) FILTER (value IS NULL AND status NOT IN ('ok', 'none')) / count(DISTINCT sample_id)
+            AS unscored_share,
+    FROM rewards
+    GROUP BY ALL
+),
 steps AS (
     SELECT
         run_id,
@@ -137,7 +146,9 @@ measured AS (
             ::DOUBLE AS explained_variance,
         if(explained_variance < 0, value_error / nullif(least_value_error, 0), 1)::DOUBLE AS value_error_growth,
         gold_fall::DOUBLE AS gold_fall,
+        unscored_share::DOUBLE AS unscored_share,
     FROM curve
+    LEFT JOIN lost USING (run_id, iteration)
     LEFT JOIN drift USING (run_id, iteration)
     LEFT JOIN steps USING (run_id, iteration)
     LEFT JOIN gap USING (run_id, iteration)
