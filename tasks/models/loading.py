@@ -23,6 +23,11 @@ from tasks.models.weights import weight_files
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+_CAUSAL_LM = (
+    "a model that writes is a causal language model, as `rollbook sft` and `rollbook export` write it, and one of "
+    "`rollbook reward-model` can only score"
+)
+
 
 def compute_dtype(config: Config) -> torch.dtype:
     return DTYPES[config.models.compute_dtype]
@@ -50,18 +55,26 @@ def load_causal_lm(folder: Path) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    model = _load(AutoModelForCausalLM, folder)
+    model = _load(AutoModelForCausalLM, folder, _CAUSAL_LM)
     if model.get_output_embeddings() is None or model.base_model is model:
         raise LakeError(f"{folder}: a {type(model).__name__} has no backbone and output embedding to train")
     _check_head(model, folder)
     return model
 
 
+def require_causal_lm(folder: Path) -> None:
+    """Raises LakeError where the weights in a folder are not those of a causal language model, known by their names and
+    shapes: no weights are read for it."""
+    from transformers import AutoModelForCausalLM
+
+    _open(AutoModelForCausalLM, folder, _CAUSAL_LM, device_map="meta")
+
+
 def load_backbone(folder: Path) -> Any:
     """The model without a head that a learner state holds."""
     from transformers import AutoModel
 
-    return _load(AutoModel, folder)
+    return _load(AutoModel, folder, "a learner state holds one without a head")
 
 
 def load_classifier(folder: Path) -> tuple[Any, nn.Linear]:
@@ -71,18 +84,20 @@ def load_classifier(folder: Path) -> tuple[Any, nn.Linear]:
     """
     from transformers import AutoModelForSequenceClassification
 
-    return _classifier(AutoModelForSequenceClassification, folder, "one label", (1,))
+    wanted = "a reward model or critic is a sequence classifier with one label, as `rollbook reward-model` writes it"
+    return _classifier(AutoModelForSequenceClassification, folder, wanted, "one label", (1,))
 
 
 def load_token_classifier(folder: Path) -> tuple[Any, nn.Linear]:
     """The backbone of a token classifier with one or two labels, and its score head. Raises LakeError likewise."""
     from transformers import AutoModelForTokenClassification
 
-    return _classifier(AutoModelForTokenClassification, folder, "one or two labels", (1, 2))
+    wanted = "a process reward model is a token classifier with one or two labels"
+    return _classifier(AutoModelForTokenClassification, folder, wanted, "one or two labels", (1, 2))
 
 
-def _classifier(auto: Any, folder: Path, labels: str, allowed: tuple[int, ...]) -> tuple[Any, nn.Linear]:
-    model = _load(auto, folder, allow_bias=True)
+def _classifier(auto: Any, folder: Path, wanted: str, labels: str, allowed: tuple[int, ...]) -> tuple[Any, nn.Linear]:
+    model = _load(auto, folder, wanted, allow_bias=True)
     children = model.named_children()
     heads = [(n, m) for n, m in children if m is not model.base_model and not isinstance(m, nn.Dropout)]
     if len(heads) != 1 or not isinstance(heads[0][1], nn.Linear) or heads[0][1].out_features not in allowed:
@@ -95,7 +110,18 @@ def _classifier(auto: Any, folder: Path, labels: str, allowed: tuple[int, ...]) 
     return model.base_model, head
 
 
-def _load(auto: Any, folder: Path, allow_bias: bool = False) -> Any:
+def _load(auto: Any, folder: Path, wanted: str, allow_bias: bool = False) -> Any:
+    model = _open(auto, folder, wanted, allow_bias)
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+    Linear.replace(model)
+    return _aligned(model).eval().to(device())
+
+
+def _open(auto: Any, folder: Path, wanted: str, allow_bias: bool = False, **options: Any) -> Any:
+    """The model of a folder as transformers gives it. Raises LakeError, which says what is `wanted`, where the weights
+    don't fit it."""
     from transformers import AutoConfig
 
     weight_files(folder)
@@ -107,6 +133,7 @@ def _load(auto: Any, folder: Path, allow_bias: bool = False) -> Any:
         use_safetensors=True,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # they are refused below, by name
+        **options,
     )
     unexpected = {k for k in info["unexpected_keys"] if not (allow_bias and k.count(".") == 1 and k.endswith(".bias"))}
     problems = [
@@ -119,12 +146,8 @@ def _load(auto: Any, folder: Path, allow_bias: bool = False) -> Any:
         if names
     ]
     if problems:
-        raise LakeError(f"the weights in {folder} don't fit a {type(model).__name__}; {'; '.join(problems)}")
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
-    Linear.replace(model)
-    return _aligned(model).eval().to(device())
+        raise LakeError(f"the weights in {folder} don't fit a {type(model).__name__} ({'; '.join(problems)}); {wanted}")
+    return model
 
 
 def _aligned(module: Any) -> Any:

@@ -351,6 +351,17 @@ def test_a_context_beyond_the_model_is_refused(config: Config, policy: Path) -> 
         open_rollout_engine(longer, policy, AutoTokenizer.from_pretrained(policy))
 
 
+@pytest.mark.parametrize("name", ["vllm", "transformers"])
+@pytest.mark.parametrize(("key", "is_policy"), [("policy", True), ("reference", False)])
+def test_a_reward_model_is_no_policy(
+    make_config: Callable[..., Config], tiny_llama: Path, tiny_classifier: Path, name: str, key: str, is_policy: bool
+) -> None:
+    models = {"policy": str(tiny_classifier if is_policy else tiny_llama), "reference": str(tiny_classifier)}
+    config = make_config(models=models, rollout={"engine": name})
+    with pytest.raises(StageError, match=rf"models\.{key} = .*left over: score\.weight.*`rollbook sft`"):
+        open_rollout_engine(config, tiny_classifier, AutoTokenizer.from_pretrained(tiny_classifier))
+
+
 @pytest.mark.parametrize("temperature", [0.001, 2.5])
 def test_a_temperature_that_vllm_would_change_is_refused(vllm: RolloutEngine, temperature: float) -> None:
     with pytest.raises(StageError, match=r"from 0\.01 to 2"):

@@ -15,6 +15,7 @@ from tasks.models.loading import (
     load_causal_lm,
     load_classifier,
     policy_logp,
+    require_causal_lm,
     value_head,
     without_dropout,
 )
@@ -104,10 +105,26 @@ def test_missing_and_left_over_weights_are_errors(tiny_llama, tiny_classifier, t
         load_causal_lm(edited(tiny_llama, tmp_path / "a", drop_norm))
     with pytest.raises(LakeError, match=r"left over: model\.extra\.weight"):
         load_causal_lm(edited(tiny_llama, tmp_path / "b", add_one))
-    with pytest.raises(LakeError, match=r"missing: score\.weight"):
+    with pytest.raises(LakeError, match=r"missing: score\.weight.*as `rollbook reward-model` writes it"):
         load_classifier(tiny_llama)
-    with pytest.raises(LakeError, match=r"left over: score\.weight"):
-        load_causal_lm(tiny_classifier)
+    for read in (load_causal_lm, require_causal_lm):
+        with pytest.raises(LakeError, match=r"left over: score\.weight.*`rollbook reward-model` can only score"):
+            read(tiny_classifier)
+
+
+def test_the_names_alone_tell_a_causal_lm(tiny_llama, tmp_path):
+    """Tied embeddings are in the file under one name; a backbone saved without a prefix is taken as well."""
+    require_causal_lm(tiny_llama)
+
+    def untie(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    def without_prefix(tensors):
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    require_causal_lm(edited(tiny_llama, tmp_path / "untied", untie))
+    require_causal_lm(edited(tiny_llama, tmp_path / "bare", without_prefix))
 
 
 def test_s58_a_score_head_keeps_the_bias_that_its_class_does_not_know(tiny_classifier, tmp_path, make_config):
