@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -47,6 +48,7 @@ def writing(folder: Location) -> Iterator[Path]:
     try:
         yield temporary
         files = sorted(p for p in temporary.rglob("*") if p.is_file())
+        _share(files, temporary)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(_sync, files))
             hashes = list(pool.map(_sha256, files))
@@ -106,6 +108,15 @@ def _replace(folder: Path, temporary: Path) -> None:
         shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
     temporary.rename(folder)
     sync_directory(folder.parent)
+
+
+def _share(files: list[Path], folder: Path) -> None:
+    """Gives files the mode that a new one in their folder has: safetensors writes for its own user alone."""
+    new = folder / MANIFEST
+    new.touch()  # to ask os.umask would change it, for every thread
+    mode = stat.S_IMODE(new.stat().st_mode)
+    for path in files:
+        path.chmod(mode)
 
 
 def _sync(path: Path) -> None:

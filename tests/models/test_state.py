@@ -1,6 +1,9 @@
 import json
+import os
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tasks.lake.location import LakeError
 from tasks.models.state import prune, saved_versions, verify, writing
@@ -18,6 +21,19 @@ def test_a_state_appears_whole_with_the_digest_of_every_file(tmp_path):
     assert listed["actor/model.safetensors"]["bytes"] == 7
     assert [p.name for p in tmp_path.iterdir()] == ["000001"]
     verify(tmp_path / "000001")
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_weights_have_the_mode_of_other_files(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        with writing(tmp_path / "model") as staged:
+            save_file({"a": torch.ones(2)}, staged / "model.safetensors")
+            (staged / "config.json").write_text("{}")
+    finally:
+        os.umask(before)
+    assert {p.stat().st_mode & 0o777 for p in (tmp_path / "model").iterdir()} == {mode}
+    verify(tmp_path / "model")
 
 
 def test_s44_an_incomplete_state_is_set_aside_and_named(tmp_path, caplog):
