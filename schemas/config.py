@@ -747,7 +747,7 @@ def parse(raw: dict[str, Any], where: str) -> Config:
         config = Config.model_validate(raw)
         lines = _given_in_vain(config)
     except ValidationError as error:
-        lines = [explain(problem, known_keys()) for problem in error.errors()]
+        lines = [explain(problem, _nested_keys()) for problem in error.errors()]
     if lines:
         raise ConfigError(f"{where}: " + "\n  ".join(["the configuration can't be used:", *lines]))
     return config
@@ -836,16 +836,33 @@ def explain(problem: Any, known: list[str]) -> str:
     location = [str(part) for part in problem["loc"]]
     key = ".".join(location)
     if problem["type"] == "extra_forbidden":
-        known = [*known, *(f"models.{name}.{key}" for name in ("lora", "critic_lora") for key in Lora.model_fields)]
-        pattern = ".".join("*" if part.isdigit() else part for part in location)
-        near = difflib.get_close_matches(pattern, known, n=1, cutoff=0.5) or difflib.get_close_matches(
-            location[-1], [k.split(".")[-1] for k in known], n=1, cutoff=0.5
-        )
-        return f"unknown key {key}" + (f"; did you mean {near[0]}?" if near else "")
+        near = _nearest(location, known)
+        return f"unknown key {key}" + (f"; did you mean {' or '.join(near)}?" if near else "")
     if problem["type"] == "missing":
         return f"missing key {key}"
     message = problem["msg"].removeprefix("Value error, ")
     return f"{key}: {message}" if key else message
+
+
+def _nearest(location: list[str], known: list[str]) -> list[str]:
+    """What an unknown key may stand for: a key of that name in another section, else one spelt alike in its own, else
+    in any."""
+    *within, name = location
+    parents = ["*" if part.isdigit() else part for part in within]
+    paths = [key.split(".") for key in known]
+    if elsewhere := [".".join(path) for path in paths if path[-1] == name]:
+        return elsewhere
+    siblings = [path[len(within)] for path in paths if path[: len(within)] == parents and len(path) > len(within)]
+    if near := difflib.get_close_matches(name, siblings, n=1, cutoff=0.5):
+        return [".".join([*within, near[0]])]
+    near = difflib.get_close_matches(name, [path[-1] for path in paths], n=1, cutoff=0.5)
+    return [".".join(path) for path in paths if path[-1] in near]
+
+
+def _nested_keys() -> list[str]:
+    """The known keys, with those of adapters and judges, which are written like those of rewards."""
+    lora = [f"models.{name}.{key}" for name in ("lora", "critic_lora") for key in Lora.model_fields]
+    return [*known_keys(), *lora, *(f"evaluate.judges.*.{key}" for key in RewardSource.model_fields)]
 
 
 def known_keys() -> list[str]:

@@ -112,6 +112,25 @@ def test_contradictions_are_refused_with_the_way_out(sections, says):
         config(**sections)
 
 
+@pytest.mark.parametrize(
+    ("misspelt", "meant"),
+    [
+        ("trian.clip=0.1", "unknown key trian; did you mean train?"),
+        ("train.clp=0.1", "unknown key train.clp; did you mean train.clip?"),
+        ("train.gamma=0.9", "unknown key train.gamma; did you mean advantages.gamma?"),
+        ("clip=0.1", "unknown key clip; did you mean outcome.clip or train.clip?"),
+        ("advantages.clip_at_most=1", "unknown key advantages.clip_at_most; did you mean outcome.clip_at?"),
+        ("rewards.0.wieght=2", "unknown key rewards.0.wieght; did you mean rewards.0.weight?"),
+        ('evaluate.judges=[{nam = "gold"}]', "unknown key evaluate.judges.0.nam; did you mean evaluate.judges.0.name?"),
+        ("models.lora={rnk = 4}", "unknown key models.lora.rnk; did you mean models.lora.rank?"),
+    ],
+)
+def test_a_misspelt_key_comes_with_the_one_that_was_meant(misspelt, meant):
+    with pytest.raises(ConfigError) as refused:
+        override(config(), [misspelt])
+    assert meant in str(refused.value)
+
+
 @pytest.mark.parametrize(("clip", "low_and_high"), [(0.2, (0.2, 0.2)), (1, (1, 1)), ([0.2, 0.28], (0.2, 0.28))])
 def test_a_clip_range_is_a_number_or_two_and_is_read_again_as_it_was_given(clip, low_and_high):
     given = config(train={"clip": clip})
