@@ -117,7 +117,7 @@ def read_rows(source: str) -> Iterable[dict[str, Any]]:
 def _read_pool(source: str, unchanged: Stamp) -> Pool:
     prompts = tuple(_parse(source, number, row) for number, row in enumerate(read_rows(source), start=1))
     if not prompts:
-        raise PromptError(f"{source} holds no prompt; give it at least prompts.per_iteration rows")
+        raise PromptError(f"{source} holds no row; give it rows that each have a `prompt` text or chat `messages`")
     first: dict[str, int] = {}
     for prompt in prompts:
         if first.setdefault(prompt.prompt_id, prompt.row) != prompt.row:
@@ -215,6 +215,10 @@ _READERS = {".jsonl": _read_jsonl, ".parquet": _read_parquet, ".csv": _read_csv}
 def _parse(source: str, number: int, row: Mapping[str, Any]) -> PoolPrompt:
     where = f"{source}, row {number}"
     prompt, messages = row.get("prompt"), row.get("messages")
+    if prompt is None and messages is None and "prompt" in row:
+        raise PromptError(
+            f"{where}: `prompt` is null; give it a text, or the row chat `messages`, or leave the row out"
+        )
     if (prompt is None) == (messages is None):
         found = "neither" if prompt is None else "both"
         raise PromptError(

@@ -105,7 +105,8 @@ def test_ids_are_the_pools_own_and_never_look_like_numbers(tmp_path: Path) -> No
 BAD_ROWS = {
     "neither": ({"answer": 1}, "row 2 has neither.*answer"),
     "both": ({"prompt": "a", "messages": []}, "row 2 has both"),
-    "null": ({"prompt": None}, "row 2 has neither"),
+    "null": ({"prompt": None, "response": "b"}, "row 2: `prompt` is null; give it a text"),
+    "null messages": ({"messages": None, "response": "b"}, "row 2 has neither.*its columns: response"),
     "number": ({"prompt": 7}, "row 2: `prompt` must be a text, not int 7"),
     "not a list": ({"messages": {"role": "user"}}, "row 2: `messages` must be a list"),
     "not a chat": ({"messages": ["hi"]}, "row 2: message 0 must have a text"),
@@ -135,8 +136,8 @@ BAD_FILES = {
     "open.csv": (b'prompt\n"never closed\n', "is not a CSV file"),
     "twice.csv": (b"prompt,prompt\na,b\n", "names a column twice"),
     "cut.parquet": (b"PAR1 and then nothing", "can't be read as Parquet"),
-    "empty.jsonl": (b"\n", "holds no prompt"),
-    "empty.csv": (b"", "holds no prompt"),
+    "empty.jsonl": (b"\n", "holds no row; .*`prompt` text or chat"),
+    "empty.csv": (b"", "holds no row; .*`prompt` text or chat"),
     "pool.txt": (b"hello", "expected a .jsonl, .parquet, .csv file, a query"),
 }
 
@@ -155,7 +156,7 @@ def test_a_bad_file_is_named(tmp_path: Path, name: str) -> None:
     [
         ("nowhere/pool.jsonl", "no file at nowhere/pool.jsonl"),
         ("SELECT 1 AS prompt FROM nowhere", "the prompt query failed.*nowhere"),
-        ("SELECT 'a' AS prompt WHERE false", "holds no prompt"),
+        ("SELECT 'a' AS prompt WHERE false", "holds no row; .*`prompt` text or chat"),
         ("SELECT 'a' AS question", "row 1 has neither.*question"),
     ],
 )
