@@ -71,5 +71,5 @@ def test_the_initial_policy_can_be_exported_and_no_other_folder_is_touched(
     assert refused.exit_code == 1
     assert "name a new folder" in refused.stderr
     unknown = invoke("export", "small", 9, tmp_path / "nine", "--lake", undisturbed)
-    assert "no policy version 9" in unknown.stderr
+    assert "no policy version 9; it has 0 to 2" in unknown.stderr
     assert not (tmp_path / "nine").exists()
