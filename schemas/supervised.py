@@ -26,7 +26,10 @@ class SupervisedConfig(Section):
     output: str = Field(description="the folder that the trained model is written to, in Hugging Face layout")
     data: str = Field(description="a .jsonl, .parquet or .csv file, or any DuckDB query, with `prompt` or `messages`")
     held_out: str | None = Field(None, description="data of the same form to measure on; part of `data` if not given")
-    held_out_share: UnitFloat = Field(0.1, description="share of the prompts of `data` held out, with all their rows")
+    held_out_share: UnitFloat = Field(
+        0.1,
+        description="chance of each prompt of `data` to be held out, with all its rows; drawn from its content alone",
+    )
     system: str | None = Field(None, description="system message put before chats that have none of their own")
     chat: bool = Field(False, description="treat a `prompt` text as a user message under the chat template")
     max_tokens: PositiveInt | None = Field(None, description="longer rows are left out; the model's context at most")
@@ -55,7 +58,7 @@ class SupervisedConfig(Section):
 class SftConfig(SupervisedConfig):
     """`rollbook sft`: rows have a `response`, and the loss is over its tokens alone."""
 
-    seed: int = Field(0, ge=0, lt=2**32, description="order of the rows, and which are held out")
+    seed: int = Field(0, ge=0, lt=2**32, description="order of the rows; which are held out doesn't depend on it")
 
     @property
     def seeds(self) -> tuple[int, ...]:
