@@ -11,7 +11,7 @@ from schemas.config import Config, RewardSource
 from tasks.engines.scorer import Item, Score
 from tasks.models.loading import load_tokenizer
 from tasks.models.reward_model import ProcessRewardModel, RewardModel
-from tasks.models.samples import resolve
+from tasks.models.samples import configured_as, resolve
 from tasks.stage import StageError
 
 M = TypeVar("M", RewardModel, ProcessRewardModel)
@@ -21,16 +21,18 @@ class ClassifierScorer(ABC, Generic[M]):
     """A model with its tokenizer. One with the policy's vocabulary can read the very ids that the policy sampled."""
 
     def __init__(self, source: RewardSource, config: Config, policy_tokenizer: Any) -> None:
-        """Raises StageError where the tokenizer has ids that the model lacks."""
+        """Raises LakeError where the folder holds no such model, StageError where its tokenizer has ids that the model
+        lacks."""
         assert source.path is not None
-        folder = resolve(source.path)
         self.scored = 0
         self.source = source
         self.config = config
         self.policy_tokenizer = policy_tokenizer
+        with configured_as(f"reward {source.name!r}"):
+            folder = resolve(source.path)
+            self.model: M = self._load(folder)
         self.tokenizer = load_tokenizer(folder)
         self.shares_ids = self.tokenizer.get_vocab() == policy_tokenizer.get_vocab()
-        self.model: M = self._load(folder)
         if self.model.num_embeddings < len(self.tokenizer):
             raise StageError(
                 f"reward {source.name!r}: {folder} has {self.model.num_embeddings} embeddings, but its tokenizer "

@@ -12,9 +12,8 @@ import torch
 
 from schemas.config import Config
 from schemas.rollouts import FinishReason
-from tasks.lake.location import LakeError
 from tasks.models.loading import require_causal_lm
-from tasks.models.samples import resolve
+from tasks.models.samples import configured_as, resolve
 from tasks.prompt_ids import context_of, own_context
 from tasks.stage import StageError
 
@@ -134,14 +133,11 @@ def open_rollout_engine(config: Config, folder: Path, tokenizer: Any) -> Rollout
     """The configured engine, holding the model of a folder in Hugging Face layout as version 0: the initial policy, or
     a reference that is another model.
 
-    Raises StageError where that is no causal language model, or `rollout.max_model_len`, or else the policy's context,
-    passes what the model was made for.
+    Raises LakeError where that is no causal language model, StageError where `rollout.max_model_len`, or else the
+    policy's context, passes what the model was made for.
     """
-    try:
+    with configured_as("models.policy" if folder == resolve(config.models.policy) else "models.reference"):
         require_causal_lm(folder)  # engines would say it each in their own way, vLLM in a traceback
-    except LakeError as error:
-        key = "policy" if folder == resolve(config.models.policy) else "reference"
-        raise StageError(f"models.{key} = {folder}: {error}") from None
     own, context = own_context(folder), context_of(config)
     if own is not None and context > own:
         raise StageError(

@@ -13,7 +13,8 @@ import importlib.metadata
 import logging
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tasks.lake.location import LakeError
@@ -41,7 +42,10 @@ def resolve(path: str) -> Path:
                 f"merge_and_unload, then save_pretrained). With models.lora too: the reference is then the merged model"
             )
         if not (folder / "config.json").exists():
-            raise LakeError(f"no model at {path}: expected a folder in Hugging Face layout with a config.json")
+            raise LakeError(
+                f"no model at {path}: expected a folder in Hugging Face layout with a config.json, seen from "
+                f"{Path.cwd()}; correct the path that the configuration names (nothing is fetched from a hub)"
+            )
         return folder
     name, folder = path.removeprefix(PREFIX), folder_of(path)
     if name not in SAMPLES:
@@ -49,6 +53,15 @@ def resolve(path: str) -> Path:
     if not folder.exists():
         _make(SAMPLES[name], folder)
     return folder
+
+
+@contextmanager
+def configured_as(key: str) -> Iterator[None]:
+    """What goes wrong with a model in the block is said of the key that names it."""
+    try:
+        yield
+    except LakeError as error:
+        raise LakeError(f"{key}: {error}") from None
 
 
 def folder_of(path: str) -> Path:

@@ -22,7 +22,7 @@ from tasks.models.loading import (
     vocab_size,
 )
 from tasks.models.lora import add_adapter, load_adapter, share_base, target_names
-from tasks.models.samples import resolve
+from tasks.models.samples import configured_as, resolve
 from tasks.models.weights import folder_digest
 
 
@@ -81,7 +81,8 @@ def open_critic(config: Config, state: Path | None = None) -> Critic | None:
 
 def _initial_critic(config: Config) -> tuple[nn.Module, nn.Linear]:
     if config.models.critic_folder is not None:
-        return load_classifier(resolve(config.models.critic_folder))
+        with configured_as("models.critic"):
+            return load_classifier(resolve(config.models.critic_folder))
     backbone = load_causal_lm(resolve(config.models.policy)).base_model
     return backbone, value_head(backbone.config.hidden_size, config.run.seed)
 

@@ -30,6 +30,7 @@ from tasks.engines.rollout_engine import (
     finished,
     open_rollout_engine,
 )
+from tasks.lake.location import LakeError
 from tasks.stage import StageError
 
 CONTEXT = 512
@@ -358,7 +359,7 @@ def test_a_reward_model_is_no_policy(
 ) -> None:
     models = {"policy": str(tiny_classifier if is_policy else tiny_llama), "reference": str(tiny_classifier)}
     config = make_config(models=models, rollout={"engine": name})
-    with pytest.raises(StageError, match=rf"models\.{key} = .*left over: score\.weight.*`rollbook sft`"):
+    with pytest.raises(LakeError, match=rf"models\.{key}: .*left over: score\.weight.*`rollbook sft`"):
         open_rollout_engine(config, tiny_classifier, AutoTokenizer.from_pretrained(tiny_classifier))
 
 

@@ -464,13 +464,13 @@ def test_s58_weights_that_dont_fit_are_an_error(
 def test_only_a_classifier_with_one_label_is_a_reward_model(
     model_scorer: MakeScorer, tiny_llama: Path, tiny_classifier: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(LakeError, match=r"missing: score\.weight"):
+    with pytest.raises(LakeError, match=r"reward 'rm': .*missing: score\.weight.*as `rollbook reward-model` writes it"):
         model_scorer(tiny_llama)
     edit_config(two := copy_of(tiny_classifier, tmp_path), id2label={"0": "bad", "1": "good"})
     edit_weights(two, lambda weights: weights.update({"score.weight": torch.ones(2, 64)}))
     with pytest.raises(LakeError, match="one label"):
         model_scorer(two)
-    with pytest.raises(LakeError, match="no model at"):
+    with pytest.raises(LakeError, match=r"reward 'rm': no model at .*; correct the path"):
         model_scorer(tmp_path / "nowhere")
 
 

@@ -186,6 +186,11 @@ def test_s57_the_value_head_is_a_function_of_the_seed_alone(make_config):
     assert not open_critic(make_config(run={"seed": 8})).head.weight.equal(first)
 
 
+def test_a_critic_that_is_no_classifier_is_refused_by_its_key(tiny_llama, make_config):
+    with pytest.raises(LakeError, match=r"models\.critic: .*missing: score\.weight"):
+        open_critic(make_config(models={"critic": str(tiny_llama)}))
+
+
 def test_a_critic_from_a_classifier_gives_its_scores(tiny_classifier, make_config):
     critic = open_critic(make_config(models={"critic": str(tiny_classifier)}))
     ids = torch.arange(3, 9)[None]
