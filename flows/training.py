@@ -12,6 +12,8 @@ from schemas.manifest import StageName
 from tasks.engines.warm import content_digests, function_digests, judges_of, resources, warm
 from tasks.lake.location import Location, lake_at
 from tasks.lake.runs import Run, RunRecord, differences
+from tasks.models.loading import require_causal_lm
+from tasks.models.samples import configured_as, resolve
 from tasks.models.trained import require_targets
 from tasks.pretraining_texts import pretraining_texts
 from tasks.prompt_ids import require_same_ids
@@ -52,6 +54,8 @@ def prepare(lake: Location, config: Config, *, change_config: bool = False) -> R
     run = Run(lake, config.run.id)
     with run.lock():
         new = RunRecord(config=config, digests=digests(config))
+        with configured_as("models.policy"):
+            require_causal_lm(resolve(config.models.policy))
         require_targets(config)
         require_same_ids(config)
         pool = read_pool(config.prompts.source).prompts

@@ -23,7 +23,7 @@ from tasks.lake.location import Location
 from tasks.lake.runs import Run
 from tasks.models.frozen import require_frozen, weights_of
 from tasks.models.loading import FrozenPolicy, Reference, load_tokenizer
-from tasks.models.samples import resolve
+from tasks.models.samples import configured_as, resolve
 from tasks.models.state import saved_versions
 from tasks.models.weights import folder_digest
 from tasks.prompt_ids import settings_digest
@@ -259,6 +259,8 @@ def function_digests(sources: Iterable[RewardSource]) -> dict[str, str]:
 
 def _file_of(function: str) -> Path | None:
     where = function.rpartition(":")[0]
+    if (local := Path(where.replace(".", "/") + ".py")).is_file():
+        return local
     if not where.endswith(".py"):
         try:
             module = importlib.util.find_spec(where)
@@ -271,7 +273,10 @@ def _file_of(function: str) -> Path | None:
 def content_digests(models: Mapping[str, str]) -> dict[str, str]:
     """The weights digest of each model, by the name that its path has, and under `<name> settings` the digest of what
     its folder says beside them."""
-    folders = {name: resolve(path) for name, path in models.items()}
+    folders = {}
+    for name, path in models.items():
+        with configured_as(name):
+            folders[name] = resolve(path)
     return {name: folder_digest(folder) for name, folder in folders.items()} | {
         f"{name} settings": settings_digest(folder) for name, folder in folders.items()
     }

@@ -9,6 +9,7 @@ import pytest
 from flows.training import prepare
 from schemas.config import ConfigError
 from schemas.manifest import StageName
+from tasks.lake.location import LakeError
 from tasks.stage import At, Result, run_stage
 
 
@@ -96,7 +97,6 @@ def test_a_judge_that_is_a_rewards_function_is_refused_however_its_place_is_spel
 ) -> None:
     (tmp_path / "mine.py").write_text("def score(*given):\n    return 0.0\n\n\ndef gold(*given):\n    return 1.0\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
 
     def config(judge: str):
         rewards = [{"name": "mine", "kind": "function", "function": "mine.py:score"}]
@@ -106,3 +106,19 @@ def test_a_judge_that_is_a_rewards_function_is_refused_however_its_place_is_spel
     for judge in ("./mine.py:score", f"{tmp_path}/mine.py:score", "mine:score"):
         with pytest.raises(ConfigError, match=r"evaluate.judges: 'g' has the function of the reward 'mine'"):
             prepare(tmp_lake / "second", config(judge))
+
+
+@pytest.mark.parametrize(
+    ("models", "said"),
+    [
+        ({"policy": "nowhere"}, "models.policy: no model at nowhere"),
+        ({"critic": "nowhere"}, "models.critic: no model at nowhere"),
+        ({"policy": "sample:tiny-classifier"}, "models.policy: the weights in .* don't fit a LlamaForCausalLM"),
+    ],
+)
+def test_a_model_that_is_none_or_of_another_kind_is_refused_before_the_run_exists(
+    make_config, tmp_lake: Path, models: dict[str, str], said: str
+) -> None:
+    with pytest.raises(LakeError, match=said):
+        prepare(tmp_lake, make_config(models=models))
+    assert not (tmp_lake / "runs" / "r-test" / "configs").exists()
