@@ -65,8 +65,13 @@ def prepare(lake: Location, config: Config, *, change_config: bool = False) -> R
             run.write_record(new, 0)
             return run
         records = run.records()
-        changed = differences(records[max(records)], new)
-        if records[max(records)].config.models.training != config.models.training:
+        last = records[max(records)]
+        if not any(run.manifest(k, StageName.SCORE) for k in begun):
+            # A reward function that failed before it scored anything may be mended: no number of it stands.
+            mended = {name: digest for name, digest in new.digests.items() if name.endswith(" function")}
+            last = RunRecord(config=last.config, digests=last.digests | mended)
+        changed = differences(last, new)
+        if last.config.models.training != config.models.training:
             raise ConfigError(
                 f"run {run.run_id} trains other weights of its models than this configuration (models.critic, "
                 f"models.lora, models.critic_lora), and its learner states hold those alone; start another run "

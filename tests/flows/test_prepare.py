@@ -85,9 +85,13 @@ def test_a_reward_function_whose_file_was_edited_is_another(make_config, tmp_lak
     file.write_text("def score(prompt, response, metadata):\n    return 0.0\n")
     config = make_config(rewards=[{"name": "mine", "kind": "function", "function": f"{file}:score"}])
     run = prepare(tmp_lake, config)
-    run_stage(At(str(tmp_lake), run.run_id, 0), StageName.SAMPLE_PROMPTS, lambda _: Result(0), section={}, version=0)
+    at = At(str(tmp_lake), run.run_id, 0)
+    run_stage(at, StageName.SAMPLE_PROMPTS, lambda _: Result(0), section={}, version=0)
+    file.write_text(file.read_text().replace("0.0", "1.0"))  # nothing was scored yet: it may be mended
     assert prepare(tmp_lake, config).run_id == run.run_id
-    file.write_text(file.read_text().replace("0.0", "100.0"))
+    run_stage(at, StageName.SCORE, lambda _: Result(0), section={}, version=0)
+    assert prepare(tmp_lake, config).run_id == run.run_id
+    file.write_text(file.read_text().replace("1.0", "100.0"))
     with pytest.raises(ConfigError, match=r"content of rewards\.mine function: \w{12} -> \w{12}"):
         prepare(tmp_lake, config)
 
