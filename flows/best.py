@@ -2,7 +2,6 @@
 
 from typing import Annotated, Any
 
-import duckdb
 import typer
 from rich.markup import escape
 
@@ -11,6 +10,7 @@ from flows.query import Format, FormatOption, LakeOption, RunArgument
 from tasks.lake.location import LakeError, lake_at
 from tasks.lake.runs import open_run
 from tasks.sql.connection import connect, dicts
+from tasks.sql.diagnose import has_judge
 
 VERSIONS = (
     "SELECT f.policy_version, f.iteration, f.prompts, f.judged, c.prompts AS compared, f.gold, "
@@ -44,7 +44,7 @@ def best(
         versions = dicts(connection.execute(VERSIONS, {"run_id": found.run_id, "measure": measure}))
         scored = [row for row in versions if row[measure] is not None]
         if not scored:
-            judged = _has_judge(connection, found.run_id)
+            judged = has_judge(connection, found.run_id)
             raise LakeError(_nothing_to_judge(found.run_id, bool(versions), judged))
         chosen = max(scored, key=lambda row: row[measure])
         rewarded = max(
@@ -104,11 +104,6 @@ def _against_reference(row: dict[str, Any]) -> str:
 
 def _interval(measure: str, row: dict[str, Any]) -> str:
     return f"{row[measure]:.3g}" + (f" [{row['gold_low']:.3g}, {row['gold_high']:.3g}]" if measure == "gold" else "")
-
-
-def _has_judge(connection: duckdb.DuckDBPyConnection, run_id: str) -> bool:
-    rows = connection.execute("SELECT 1 FROM heldout WHERE run_id = ? AND gold_weight IS NOT NULL LIMIT 1", [run_id])
-    return bool(rows.fetchall())
 
 
 def _nothing_to_judge(run_id: str, evaluated: bool, judged: bool) -> str:

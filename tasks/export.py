@@ -30,15 +30,10 @@ def export(run: Run, version: int, folder: Path) -> str:
     """Writes a policy version in Hugging Face layout to a new folder. Returns its weights digest.
 
     A version whose learner state is gone is rebuilt by folding the stored experience; an adapter is merged.
-    Raises LakeError where the folder is there already, or the run has no such version.
+    Raises LakeError where the folder is there already, StageError where the run has no such version.
     """
     if folder.exists():
         raise LakeError(f"{folder} is there already; name a new folder")
-    newest = max((manifest.policy_version_out for manifest in run.manifests(stages={StageName.TRAIN})), default=0)
-    if version > newest:
-        raise LakeError(
-            f"run {run.run_id} has no policy version {version}; it has 0{f' to {newest}' if newest else ''}"
-        )
     with resources():
         last = max(run.iterations(), default=0)
         held = warm(At(str(run.lake), run.run_id, last))

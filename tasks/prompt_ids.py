@@ -86,10 +86,10 @@ def require_same_ids(config: Config) -> None:
     Such a model fails nowhere; its log-probs and values are those of another text. Ids that it has beyond the policy's
     do no harm. Of a folder without a tokenizer only the number of its embeddings is known.
     """
-    ids = load_tokenizer(resolve(config.models.policy)).get_vocab()
-    for role, path in (("reference", config.models.reference), ("critic", config.models.critic_folder)):
-        if path is None or path == config.models.policy:
-            continue
+    of_roles = {"reference": config.models.reference, "critic": config.models.critic_folder}
+    others = {role: path for role, path in of_roles.items() if path not in (None, config.models.policy)}
+    ids = load_tokenizer(resolve(config.models.policy)).get_vocab() if others else {}
+    for role, path in others.items():
         folder = resolve(path)
         has_tokenizer = any(_VOCABULARY_FILE.search(file.name) for file in folder.iterdir())
         tokens = {at: token for token, at in load_tokenizer(folder).get_vocab().items()} if has_tokenizer else {}

@@ -109,11 +109,15 @@ class Warm:
 
     def trained(self, version: int) -> Manifest:
         """The train stage that made a version: the newest ones are looked at first."""
+        newest = 0
         for iteration in reversed(self.run.iterations()):
             manifest = self.run.manifest(iteration, StageName.TRAIN)
             if manifest and manifest.policy_version_in < version <= manifest.policy_version_out:
                 return manifest
-        raise StageError(f"run {self.run.run_id} has no policy version {version}")
+            newest = max(newest, manifest.policy_version_out if manifest else 0)
+        raise StageError(
+            f"run {self.run.run_id} has no policy version {version}; it has 0{f' to {newest}' if newest else ''}"
+        )
 
     # Engines and models
 
@@ -259,15 +263,14 @@ def function_digests(sources: Iterable[RewardSource]) -> dict[str, str]:
 
 def _file_of(function: str) -> Path | None:
     where = function.rpartition(":")[0]
-    if (local := Path(where.replace(".", "/") + ".py")).is_file():
-        return local
-    if not where.endswith(".py"):
+    file = Path(where if where.endswith(".py") else where.replace(".", "/") + ".py")
+    if not file.is_file() and not where.endswith(".py"):
         try:
             module = importlib.util.find_spec(where)
         except (ImportError, ValueError):
             return None
-        where = (module and module.origin) or ""
-    return Path(where) if Path(where).is_file() else None
+        file = Path((module and module.origin) or "")
+    return file if file.is_file() else None
 
 
 def content_digests(models: Mapping[str, str]) -> dict[str, str]:

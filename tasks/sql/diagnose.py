@@ -130,6 +130,14 @@ def diagnose(connection: duckdb.DuckDBPyConnection, run_id: str) -> Diagnosis:
     )
 
 
+def has_judge(connection: duckdb.DuckDBPyConnection, run_id: str) -> bool:
+    """Whether a gold judge was asked about held-out answers of a run, even if it failed on all of them."""
+    (judged,) = connection.execute(
+        "SELECT bool_or(gold_weight IS NOT NULL) FROM heldout WHERE run_id = ?", [run_id]
+    ).fetchone() or (False,)
+    return bool(judged)
+
+
 def _departures(band: Band, values: list[tuple[int, float]]) -> list[Departure]:
     """The stretches of measured iterations outside the band."""
     stretches: list[list[int]] = []
@@ -178,9 +186,7 @@ def _unmeasured(
         missing["reward_hacking"] = (
             "it takes two held-out evaluations (evaluate.source, evaluate.every) that every gold judge has scores of"
         )
-    elif not connection.execute(
-        "SELECT bool_or(gold_weight IS NOT NULL) FROM heldout WHERE run_id = ?", [run_id]
-    ).fetchall()[0][0]:
+    elif not has_judge(connection, run_id):
         missing["reward_hacking"] = (
             "judged by the trained reward on held-out prompts, which a hacked reward pays as well; "
             "add a gold judge that nobody trains on: [[evaluate.judges]]"

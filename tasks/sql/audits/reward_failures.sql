@@ -17,8 +17,8 @@ GROUP BY run_id, iteration, source
 HAVING count(*) FILTER (failed) > 0
 UNION ALL
 SELECT run_id, iteration, source,
-    format('{} of {} held-out answers of version {} have no score ({})', count(*) FILTER (status NOT IN ('ok', 'none')),
-        count(*), policy_version, list(DISTINCT status ORDER BY status) FILTER (status <> 'ok')::VARCHAR)
-FROM evaluations
+    format('{} of {} held-out answers of version {} have no score ({})', count(*) FILTER (failed), count(*),
+        policy_version, list(DISTINCT status ORDER BY status) FILTER (failed)::VARCHAR)
+FROM (SELECT *, status NOT IN ('ok', 'none') AS failed FROM evaluations)
 GROUP BY run_id, iteration, source, policy_version
-HAVING count(*) FILTER (status NOT IN ('ok', 'none')) > 0
+HAVING count(*) FILTER (failed) > 0

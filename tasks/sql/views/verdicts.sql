@@ -1,22 +1,24 @@
 -- one row a (evaluated policy version, held-out prompt): what the gold judges and the trained rewards make of its answer
 WITH scored AS (
     SELECT run_id, policy_version, iteration, held_out, prompt_id, source, score, response_len, reference_score,
-        reference_len, weight, gold_weight, policy_version AS of_version, 0 AS own,
+        reference_len, weight, gold_weight, policy_version AS of_version,
     FROM heldout
+    WHERE policy_version > 0
     UNION ALL
     -- The initial policy has the reference's rows of the first evaluation, unless the reference is another model, ...
     SELECT run_id, 0, iteration, held_out, prompt_id, source, reference_score, reference_len, reference_score,
-        reference_len, weight, gold_weight, policy_version, 2,
+        reference_len, weight, gold_weight, policy_version,
     FROM heldout
-    WHERE (run_id, iteration) NOT IN (
+    WHERE policy_version > 0 AND (run_id, iteration) NOT IN (
         SELECT (run_id, iteration) FROM configs WHERE key = 'models.reference' AND value IS NOT NULL
     )
     UNION ALL
-    -- ... and then rows of its own, of iteration 0.
+    -- ... and then rows of its own, of iteration 0; it has them too of an iteration that made no version.
     SELECT e.run_id, 0, e.iteration, e.held_out, e.prompt_id, e.source, e.score, len(e.response_token_ids),
-        e.reference_score, e.reference_len, h.weight, h.gold_weight, 0, 1,
+        e.reference_score, e.reference_len, h.weight, h.gold_weight, 0,
     FROM evaluations AS e
-    JOIN (SELECT DISTINCT run_id, source, weight, gold_weight FROM heldout) AS h USING (run_id, source)
+    JOIN (SELECT DISTINCT run_id, iteration, source, weight, gold_weight FROM heldout) AS h
+        USING (run_id, iteration, source)
     WHERE e.policy_version = 0
 )
 SELECT
@@ -36,12 +38,11 @@ SELECT
     any_value(response_len)::INTEGER AS response_len, -- [tokens] length of the answer
     any_value(reference_len)::INTEGER AS reference_len, -- [tokens] length of the reference's
 FROM (
-    -- An iteration that made no version evaluates the initial policy itself: then it is in all three.
     SELECT *
     FROM scored
     QUALIFY dense_rank() OVER (
         PARTITION BY run_id, policy_version
-        ORDER BY if(policy_version = 0, iteration, -iteration), of_version, own
+        ORDER BY if(policy_version = 0, iteration, -iteration), of_version
     ) = 1
 )
 GROUP BY ALL
